@@ -1,0 +1,247 @@
+// What the host can do with indices that it can read: check their range, resolve duplicate
+// destinations, merge neighbours into runs, and refuse a call whose bytes overlap.
+#include <algorithm>
+#include <limits>
+#include <sstream>
+#include <stdexcept>
+
+#include "transfer_kv.h"
+
+namespace hicache {
+namespace {
+
+[[noreturn]] void throw_out_of_range(const char* name, int64_t position, int64_t value, int64_t slots) {
+  std::ostringstream text;
+  text << "[transfer_kv] " << name << "[" << position << "] is " << value << ", out of range for "
+       << slots << " slots (-1 skips an entry).";
+  throw std::out_of_range(text.str());
+}
+
+template <typename Index>
+void check_range(const IndexView& indices, int64_t num_entries, int64_t slots, const char* name) {
+  const Index* data = static_cast<const Index*>(indices.data);
+  for (int64_t i = 0; i < num_entries; ++i) {
+    const int64_t slot = data[i * indices.stride];
+    if (slot < -1 || slot >= slots)
+      throw_out_of_range(name, i, slot, slots);
+  }
+}
+
+void check_range(const IndexView& indices, int64_t num_entries, int64_t slots, const char* name) {
+  if (indices.is_int64)
+    check_range<int64_t>(indices, num_entries, slots, name);
+  else
+    check_range<int32_t>(indices, num_entries, slots, name);
+}
+
+// A set of slots: one bit a slot where that is small beside the work, else a hash table.
+class SlotSet {
+ public:
+  SlotSet(int64_t slots, int64_t capacity) {
+    if (slots / 256 <= capacity + 1024) {
+      bits_.resize(slots / 64 + 1);
+      return;
+    }
+    size_t size = 64;
+    while (size < static_cast<size_t>(capacity) * 2)
+      size *= 2;
+    table_.assign(size, kFree);
+  }
+
+  // True when the slot was not in the set yet.
+  bool insert(int64_t slot) {
+    if (!bits_.empty()) {
+      uint64_t& word = bits_[slot / 64];
+      const uint64_t bit = uint64_t{1} << (slot % 64);
+      const bool is_new = (word & bit) == 0;
+      word |= bit;
+      return is_new;
+    }
+    const size_t mask = table_.size() - 1;
+    size_t at = (static_cast<uint64_t>(slot) * 0x9E3779B97F4A7C15u >> 20) & mask;
+    for (; table_[at] != kFree; at = (at + 1) & mask)
+      if (table_[at] == slot)
+        return false;
+    table_[at] = slot;
+    return true;
+  }
+
+ private:
+  static constexpr int64_t kFree = -1;
+  std::vector<uint64_t> bits_;
+  std::vector<int64_t> table_;
+};
+
+bool is_monotonic(const IndexView& indices, int64_t num_entries) {
+  bool ascends = true, descends = true;
+  for (int64_t i = 1; i < num_entries && (ascends || descends); ++i) {
+    ascends = ascends && indices[i] > indices[i - 1];
+    descends = descends && indices[i] < indices[i - 1];
+  }
+  return ascends || descends;
+}
+
+// Positions whose destination a later entry writes again, as flags; empty when there are none.
+std::vector<bool> overwritten_entries(const TransferArgs& args) {
+  const int64_t n = args.num_entries;
+  if (is_monotonic(args.dst_indices, n))
+    return {};
+  std::vector<bool> overwritten;
+  SlotSet seen(args.dst_slots, n);
+  for (int64_t i = n - 1; i >= 0; --i) {
+    const int64_t slot = args.dst_indices[i];
+    const bool is_padding = slot < 0 || (args.src_indices.is_cpu && args.src_indices[i] < 0);
+    if (is_padding || seen.insert(slot))
+      continue;
+    if (overwritten.empty())
+      overwritten.resize(n);
+    overwritten[i] = true;
+  }
+  return overwritten;
+}
+
+// Entries in the caller's order, neighbours merged whether they ascend or descend.
+void fill_runs(TransferArgs& args) {
+  const std::vector<bool> overwritten = overwritten_entries(args);
+  int step = 0;  // of the run being built: 0 while it has one entry
+  for (int64_t i = 0; i < args.num_entries; ++i) {
+    const int64_t dst_slot = args.dst_indices[i], src_slot = args.src_indices[i];
+    if (dst_slot < 0 || src_slot < 0 || (!overwritten.empty() && overwritten[i]))
+      continue;
+    ++args.num_run_entries;
+    if (!args.runs.empty()) {
+      SlotRun& run = args.runs.back();
+      if (step >= 0 && dst_slot == run.dst_slot + run.length && src_slot == run.src_slot + run.length) {
+        ++run.length;
+        step = 1;
+        continue;
+      }
+      if ((step < 0 || run.length == 1) && dst_slot == run.dst_slot - 1 &&
+          src_slot == run.src_slot - 1) {
+        --run.dst_slot;
+        --run.src_slot;
+        ++run.length;
+        step = -1;
+        continue;
+      }
+    }
+    args.runs.push_back({dst_slot, src_slot, 1});
+    step = 0;
+  }
+}
+
+// One contiguous piece of one side. Source and destination piece of one copy share `copy`.
+struct Piece {
+  const char* begin;
+  const char* end;
+  int64_t copy;
+  int64_t run;
+};
+
+void append_pieces(const PlaneGroup& group, const SlotRun& run, int64_t run_number, int64_t& copy,
+                   std::vector<Piece>& dst, std::vector<Piece>& src) {
+  const bool is_merged = group.dst_slot_stride_bytes == group.chunk_bytes &&
+                         group.src_slot_stride_bytes == group.chunk_bytes;
+  const int64_t rows = is_merged ? 1 : run.length;
+  const int64_t bytes = is_merged ? group.chunk_bytes * run.length : group.chunk_bytes;
+  for (const PlaneAddress& plane : group.planes)
+    for (int64_t chunk = 0, chunks = group.chunks_per_plane(); chunk < chunks; ++chunk) {
+      int64_t dst_offset = run.dst_slot * group.dst_slot_stride_bytes;
+      int64_t src_offset = run.src_slot * group.src_slot_stride_bytes;
+      int64_t rest = chunk;
+      for (size_t k = group.loops.size(); k-- > 0; rest /= group.loops[k].size) {
+        dst_offset += rest % group.loops[k].size * group.loops[k].dst_stride_bytes;
+        src_offset += rest % group.loops[k].size * group.loops[k].src_stride_bytes;
+      }
+      for (int64_t row = 0; row < rows; ++row, ++copy) {
+        const char* dst_begin = plane.dst + dst_offset + row * group.dst_slot_stride_bytes;
+        const char* src_begin = plane.src + src_offset + row * group.src_slot_stride_bytes;
+        dst.push_back({dst_begin, dst_begin + bytes, copy, run_number});
+        src.push_back({src_begin, src_begin + bytes, copy, run_number});
+      }
+    }
+}
+
+bool extents_meet(std::vector<Extent> dst, std::vector<Extent> src) {
+  const auto by_begin = [](const Extent& a, const Extent& b) { return a.begin < b.begin; };
+  std::sort(dst.begin(), dst.end(), by_begin);
+  std::sort(src.begin(), src.end(), by_begin);
+  const char* dst_end = nullptr;
+  const char* src_end = nullptr;
+  size_t d = 0, s = 0;
+  while (d < dst.size() || s < src.size()) {
+    if (s == src.size() || (d < dst.size() && dst[d].begin <= src[s].begin)) {
+      if (dst[d].begin < src_end)
+        return true;
+      dst_end = std::max(dst_end, dst[d++].end);
+    } else {
+      if (src[s].begin < dst_end)
+        return true;
+      src_end = std::max(src_end, src[s++].end);
+    }
+  }
+  return false;
+}
+
+// Refuses a call that reads bytes which it also writes; a slot copied onto itself is harmless.
+void check_overlap(const TransferArgs& args) {
+  if (!extents_meet(args.dst_extents, args.src_extents))
+    return;
+  std::vector<Piece> dst, src;
+  int64_t copy = 0;
+  for (size_t r = 0; r < args.runs.size(); ++r)
+    for (const PlaneGroup& group : args.groups)
+      append_pieces(group, args.runs[r], static_cast<int64_t>(r), copy, dst, src);
+  const auto by_begin = [](const Piece& a, const Piece& b) { return a.begin < b.begin; };
+  std::sort(dst.begin(), dst.end(), by_begin);
+  std::sort(src.begin(), src.end(), by_begin);
+  // Sweep: for each source the destinations that begin before its end and end behind its begin.
+  size_t first = 0;
+  for (const Piece& s : src) {
+    while (first < dst.size() && dst[first].end <= s.begin)
+      ++first;
+    for (size_t d = first; d < dst.size() && dst[d].begin < s.end; ++d) {
+      const bool is_itself = dst[d].copy == s.copy && dst[d].begin == s.begin;
+      if (is_itself || dst[d].end <= s.begin)
+        continue;
+      const SlotRun &writer = args.runs[dst[d].run], &reader = args.runs[s.run];
+      std::ostringstream text;
+      text << "[transfer_kv] destination and source overlap: the call writes bytes that it also "
+              "reads (dst slots "
+           << writer.dst_slot << " to " << writer.dst_slot + writer.length - 1 << " against src slots "
+           << reader.src_slot << " to " << reader.src_slot + reader.length - 1
+           << "). Copy through a buffer instead.";
+      throw std::invalid_argument(text.str());
+    }
+  }
+}
+
+}  // namespace
+
+void check_cpu_indices(TransferArgs& args) {
+  if (args.dst_indices.is_cpu)
+    check_range(args.dst_indices, args.num_entries, args.dst_slots, "dst_indices");
+  if (args.src_indices.is_cpu)
+    check_range(args.src_indices, args.num_entries, args.src_slots, "src_indices");
+  args.has_runs = args.dst_indices.is_cpu && args.src_indices.is_cpu;
+  if (!args.has_runs || args.groups.empty())
+    return;
+  fill_runs(args);
+  check_overlap(args);
+}
+
+std::vector<int64_t> checked_slots(const TransferArgs& args, bool is_dst) {
+  const IndexView& indices = is_dst ? args.dst_indices : args.src_indices;
+  std::vector<int64_t> slots(args.num_entries);
+  for (int64_t i = 0; i < args.num_entries; ++i)
+    slots[i] = indices[i];
+  if (!is_dst)
+    return slots;
+  const std::vector<bool> overwritten = overwritten_entries(args);
+  for (size_t i = 0; i < overwritten.size(); ++i)
+    if (overwritten[i])
+      slots[i] = -1;
+  return slots;
+}
+
+}  // namespace hicache

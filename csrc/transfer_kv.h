@@ -1,0 +1,170 @@
+// hicache::transfer_kv, the part that every backend shares: the checks of a call
+// and its reduction to plain addresses, sizes and strides.
+//
+// This header must not hold device code or anything of one vendor. `plan_transfer` is
+// the last place that knows torch's Tensor; a backend sees TransferArgs only.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace hicache {
+
+using torch::stable::Tensor;
+
+enum class Method { kAuto, kKernel, kCopyEngine, kStaged };
+
+struct Device {
+  int32_t type = 0;  // torch's own numbering, fixed by its ABI; 0 is the CPU
+  int32_t index = -1;
+
+  bool is_cpu() const {
+    return type == 0;
+  }
+  bool operator==(const Device& other) const {
+    return type == other.type && (is_cpu() || index == other.index);
+  }
+  bool operator!=(const Device& other) const {
+    return !(*this == other);
+  }
+};
+
+// A dimension that both sides walk, each with a stride of its own.
+struct Loop {
+  int64_t size;
+  int64_t dst_stride_bytes;
+  int64_t src_stride_bytes;
+  bool operator==(const Loop& other) const {
+    return size == other.size && dst_stride_bytes == other.dst_stride_bytes &&
+           src_stride_bytes == other.src_stride_bytes;
+  }
+};
+
+struct PlaneAddress {
+  char* dst;
+  const char* src;
+};
+
+// Planes of equal geometry. One slot of one plane is `chunk_bytes` contiguous bytes, repeated
+// over `loops` (slowest first, by the destination's stride):
+//
+//   base + slot * slot_stride + sum over k of i[k] * loops[k].stride   ->  chunk_bytes
+//
+// A stacked pool, and a list of views with one distance between them, are a loop over the layers.
+struct PlaneGroup {
+  int64_t chunk_bytes = 0;
+  int64_t dst_slot_stride_bytes = 0;
+  int64_t src_slot_stride_bytes = 0;
+  std::vector<Loop> loops;
+  std::vector<PlaneAddress> planes;
+
+  bool has_geometry_of(const PlaneGroup& other) const {
+    return chunk_bytes == other.chunk_bytes &&
+           dst_slot_stride_bytes == other.dst_slot_stride_bytes &&
+           src_slot_stride_bytes == other.src_slot_stride_bytes && loops == other.loops;
+  }
+  int64_t chunks_per_plane() const {
+    int64_t chunks = 1;
+    for (const Loop& loop : loops)
+      chunks *= loop.size;
+    return chunks;
+  }
+  int64_t bytes_per_entry() const {
+    return chunks_per_plane() * static_cast<int64_t>(planes.size()) * chunk_bytes;
+  }
+};
+
+// The bytes that one tensor of a list may touch.
+struct Extent {
+  const char* begin;
+  const char* end;
+  int32_t position;  // in its list
+};
+
+// 1-D integers; only those on the CPU may be read by the host.
+struct IndexView {
+  const void* data = nullptr;
+  int64_t stride = 1;  // elements
+  bool is_int64 = true;
+  bool is_cpu = true;
+
+  int64_t operator[](int64_t i) const {
+    return is_int64 ? static_cast<const int64_t*>(data)[i * stride]
+                    : static_cast<const int32_t*>(data)[i * stride];
+  }
+};
+
+// A maximal stretch of entries whose slots are consecutive on both sides.
+struct SlotRun {
+  int64_t dst_slot;
+  int64_t src_slot;
+  int64_t length;
+};
+
+// All that a backend needs to know of a call.
+struct TransferArgs {
+  Device dst_device;
+  Device src_device;
+  Device device;  // the accelerator that takes part, else the CPU
+
+  std::vector<PlaneGroup> groups;
+  std::vector<Extent> dst_extents;
+  std::vector<Extent> src_extents;
+  int64_t dst_slots = 0;  // the smallest of all tensors of that side
+  int64_t src_slots = 0;
+
+  IndexView dst_indices;
+  IndexView src_indices;
+  int64_t num_entries = 0;  // a `count` on the CPU is already applied
+  IndexView count;          // on the accelerator; data is null without one
+
+  // Filled where both index tensors are on the CPU (`has_runs`): in range, without padding, and
+  // of several entries with one destination only the last. No run's destination is a
+  // source of another.
+  bool has_runs = false;
+  std::vector<SlotRun> runs;
+  int64_t num_run_entries = 0;
+
+  Method method = Method::kAuto;
+  int64_t max_blocks = 0;
+
+  bool is_empty() const {
+    return groups.empty() || num_entries == 0 || (has_runs && runs.empty());
+  }
+  int64_t bytes_per_entry() const {
+    int64_t bytes = 0;
+    for (const PlaneGroup& group : groups)
+      bytes += group.bytes_per_entry();
+    return bytes;
+  }
+};
+
+// Checks a call completely, but for what only a device runtime can tell (reachability of host
+// memory, capture state, values of device indices). Throws std::invalid_argument (ValueError)
+// or std::out_of_range (IndexError) before anything has moved.
+TransferArgs plan_transfer(const std::vector<Tensor>& dst,
+                           const std::vector<Tensor>& src,
+                           const Tensor& dst_indices,
+                           const Tensor& src_indices,
+                           int64_t slot_dim,
+                           const std::optional<Tensor>& count,
+                           std::string_view method,
+                           int64_t max_blocks);
+
+// The second half of plan_transfer, in slot_runs.cpp: reads the indices that are on the CPU, checks
+// their ranges, fills `runs` and refuses overlap.
+void check_cpu_indices(TransferArgs& args);
+
+// One index tensor on the CPU whose partner is on the accelerator, already checked: its entries, with
+// -1 for padding and for destinations that a later entry overwrites.
+std::vector<int64_t> checked_slots(const TransferArgs& args, bool is_dst);
+
+std::string device_name(const Device& device);
+
+}  // namespace hicache

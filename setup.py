@@ -1,0 +1,243 @@
+"""Builds one shared object for each backend with ninja, on LibTorch's stable ABI.
+
+The libraries use no Python C API, so one `py3-none-<platform>` wheel serves every Python and every
+torch from 2.10 on. A backend is built where its compiler is found:
+
+    _C     schemas and the CPU backend   any C++17 compiler
+    _cuda  NVIDIA                        nvcc 12.x or 13.x, also against a CPU-only torch
+
+HICACHE_BACKENDS=cpu,cuda   builds exactly these; what a listed one lacks is an error
+TORCH_CUDA_ARCH_LIST="9.0"  compute capabilities, "+PTX" as in torch's own extensions
+HICACHE_SANITIZE=1          AddressSanitizer and UBSan for the CPU backend
+CUDA_HOME, CXX, MAX_JOBS    as usual
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+SHARED_SOURCES = ["transfer_kv.cpp", "slot_runs.cpp"]
+SOURCES = {
+    "cpu": ["ops.cpp", *SHARED_SOURCES, "cpu/transfer_kv.cpp"],
+    "cuda": [*SHARED_SOURCES, "cuda/transfer_kv.cu", "cuda/host_memory.cpp"],
+}
+LIBRARY = {"cpu": "_C", "cuda": "_cuda"}
+DEFAULT_CUDA_ARCHS = "8.0+PTX;9.0;10.0;12.0"
+# The oldest driver branch that runs a library built with this major version of the toolkit.
+MIN_CUDA_DRIVER = {12: "525", 13: "580"}
+TORCH_TARGET = "0x020a000000000000"  # 2.10
+
+
+def find_nvcc() -> Path | None:
+    """nvcc of CUDA_HOME, of the PATH, or of the usual place, in this order."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    candidates = [Path(home) / "bin" / "nvcc"] if home else []
+    if on_path := shutil.which("nvcc"):
+        candidates.append(Path(on_path))
+    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def nvcc_version(nvcc: Path) -> str:
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"release (\d+\.\d+)", text)
+    if not match:
+        raise SystemExit(f"setup.py: {nvcc} --version gives no release number")
+    return match.group(1)
+
+
+def cuda_arch_flags(archs: str) -> tuple[list[str], str]:
+    """-gencode flags, and their short names, of a list such as "8.0+PTX;9.0 10.0"."""
+    flags, names = [], []
+    for arch in re.split(r"[;,\s]+", archs.strip()):
+        match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", arch)
+        if not match:
+            raise SystemExit(
+                f"setup.py: TORCH_CUDA_ARCH_LIST holds '{arch}'; write numbers such as 9.0 or 8.0+PTX"
+            )
+        number = f"{match[1]}{match[2]}{match[3]}"
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        names.append(f"sm_{number}")
+        if match[4]:
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+            names.append(f"compute_{number} (PTX)")
+    return flags, ", ".join(names)
+
+
+def choose_backends() -> tuple[list[str], dict[str, str]]:
+    """The backends to build, and why the others are not."""
+    missing = {}
+    if find_nvcc() is None:
+        missing["cuda"] = "nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)"
+    wanted = os.environ.get("HICACHE_BACKENDS")
+    if not wanted:
+        return [name for name in SOURCES if name not in missing], missing
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
+    for name in names:
+        if name not in SOURCES:
+            raise SystemExit(
+                f"setup.py: HICACHE_BACKENDS names '{name}'; there are {', '.join(SOURCES)}"
+            )
+        if name in missing:
+            raise SystemExit(
+                f"setup.py: HICACHE_BACKENDS wants '{name}', but {missing[name]}. Install it, or leave "
+                f"'{name}' out."
+            )
+    if "cpu" not in names:
+        raise SystemExit("setup.py: HICACHE_BACKENDS must contain cpu: it holds every schema")
+    return names, missing | {
+        name: "left out by HICACHE_BACKENDS" for name in SOURCES if name not in names
+    }
+
+
+class NinjaFile:
+    """The build.ninja of all chosen backends, and a record of what was built for `hicache info`."""
+
+    def __init__(self, build_dir: Path, output_dir: Path) -> None:
+        import torch
+
+        torch_dir = Path(torch.__file__).parent
+        self.build_dir = build_dir
+        self.output_dir = output_dir
+        self.lines: list[str] = []
+        self.outputs: list[Path] = []
+        self.record: dict[str, dict[str, str]] = {}
+        self.link_flags = (
+            f"-L{torch_dir}/lib -Wl,--no-as-needed -ltorch -Wl,--as-needed"
+        )
+        self.common = (
+            f"-std=c++17 -DTORCH_TARGET_VERSION={TORCH_TARGET} -isystem {torch_dir}/include"
+        )
+        self.torch_version = torch.__version__
+
+    def rule(self, name: str, command: str, description: str) -> None:
+        self.lines += [
+            f"rule {name}",
+            f"  command = {command}",
+            f"  description = {description}",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "",
+        ]
+
+    def add_cpu(self) -> None:
+        cxx = os.environ.get("CXX", "c++")
+        sanitize = (
+            " -g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
+            if os.environ.get("HICACHE_SANITIZE") == "1"
+            else ""
+        )
+        flags = f"{self.common} -O3 -fPIC -fvisibility=hidden -Wall -Wextra -Werror{sanitize}"
+        self.rule("cxx", f"{cxx} -MMD -MF $out.d {flags} $extra -c $in -o $out", "CXX $out")
+        self.lines += [
+            "rule link_cpu",
+            f"  command = {cxx} -shared{sanitize} $in -o $out {self.link_flags}",
+            "  description = LINK $out",
+            "",
+        ]
+        self.library("cpu", "cxx", "link_cpu")
+        self.record["cpu"] = {"compiler": cxx, "torch_headers": self.torch_version}
+
+    def add_cuda(self) -> None:
+        nvcc = find_nvcc()
+        if nvcc is None:
+            raise SystemExit("setup.py: nvcc was not found")
+        home = nvcc.resolve().parent.parent
+        version = nvcc_version(nvcc)
+        archs, names = cuda_arch_flags(os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_CUDA_ARCHS)
+        flags = (
+            f"{self.common.replace('-isystem ', '-isystem=')} -DUSE_CUDA -O3 --use_fast_math "
+            f"-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra -lineinfo {' '.join(archs)}"
+        )
+        self.rule("nvcc", f"{nvcc} -MMD -MF $out.d {flags} -c $in -o $out", "NVCC $out")
+        self.lines += [
+            "rule link_cuda",
+            f"  command = {nvcc} -shared -cudart static $in -o $out "
+            + re.sub(r"-Wl,(\S+)", r"-Xlinker=\1", self.link_flags),
+            "  description = LINK $out",
+            "",
+        ]
+        self.library("cuda", "nvcc", "link_cuda", f"-DUSE_CUDA -isystem {home}/include")
+        major = int(version.split(".")[0])
+        self.record["cuda"] = {
+            "cuda_toolkit": version,
+            "archs": names,
+            "min_driver": MIN_CUDA_DRIVER.get(major, "unknown"),
+        }
+
+    def library(self, backend: str, device_rule: str, link_rule: str, extra: str = "") -> None:
+        objects = []
+        for source in SOURCES[backend]:
+            rule = device_rule if not source.endswith(".cpp") else "cxx"
+            target = self.build_dir / backend / (source.replace("/", "_") + ".o")
+            objects.append(str(target))
+            self.lines += [f"build {target}: {rule} {CSRC / source}"]
+            if rule == "cxx" and extra:
+                self.lines += [f"  extra = {extra}"]
+        output = self.output_dir / f"{LIBRARY[backend]}.so"
+        self.outputs.append(output)
+        self.lines += [f"build {output}: {link_rule} {' '.join(objects)}", ""]
+
+    def run(self) -> None:
+        import ninja
+
+        self.build_dir.mkdir(parents=True, exist_ok=True)
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        text = "ninja_required_version = 1.5\n\n" + "\n".join(self.lines)
+        (self.build_dir / "build.ninja").write_text(text)
+        command = [str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(self.build_dir)]
+        if jobs := os.environ.get("MAX_JOBS"):
+            command += ["-j", jobs]
+        if subprocess.run(command, check=False).returncode:
+            raise SystemExit("setup.py: the build failed; the compiler's message is above")
+
+
+class BuildBackends(build_ext):
+    """build_ext that hands the whole build to ninja."""
+
+    def run(self) -> None:
+        backends, missing = choose_backends()
+        output_dir = ROOT / "torch_hicache"
+        if not self.inplace:
+            output_dir = Path(self.build_lib).resolve() / "torch_hicache"
+        variant = "asan" if os.environ.get("HICACHE_SANITIZE") == "1" else "release"
+        build = NinjaFile(ROOT / "build" / "ninja" / variant, output_dir)
+        build.add_cpu()
+        if "cuda" in backends:
+            build.add_cuda()
+        else:
+            (output_dir / "_cuda.so").unlink(missing_ok=True)
+        build.run()
+        record = {"built": build.record, "missing": missing}
+        (output_dir / "_build.json").write_text(json.dumps(record, indent=2) + "\n")
+        for name, reason in missing.items():
+            print(f"torch_hicache: the {name} backend is not built: {reason}", file=sys.stderr)
+
+    def get_outputs(self) -> list[str]:
+        return []
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+class AnyPythonWheel(bdist_wheel):
+    """The libraries depend on the platform, not on the Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[Extension("torch_hicache._C", sources=[])],
+    cmdclass={"build_ext": BuildBackends, "bdist_wheel": AnyPythonWheel},
+)

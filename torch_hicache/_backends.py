@@ -1,0 +1,116 @@
+"""Loads the libraries that this torch can use, and knows why it did not load the others.
+
+Loading registers kernels and touches no device. `_C` (schemas, CPU) must load; a vendor's library is
+loaded only under a torch built for that vendor, and without it the op says how to get it.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+_FOLDER = Path(__file__).parent
+_MIN_TORCH = (2, 10)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One vendor's library: `key` is its dispatch key, `reason` says why it is not loaded."""
+
+    name: str
+    key: str
+    built: bool
+    loaded: bool
+    reason: str = ""
+    remedy: str = ""
+    details: dict[str, str] = field(default_factory=dict)
+
+
+_backends: dict[str, Backend] = {}
+# A torch.library.Library undoes its registrations when it is collected.
+_fallbacks: list[torch.library.Library] = []
+
+
+def backends() -> list[Backend]:
+    """All backends, loaded or not, in the order cpu, cuda, hip, ascend."""
+    return list(_backends.values())
+
+
+def load() -> None:
+    """Load `_C` and what else fits this torch. A second call does nothing."""
+    if _backends:
+        return
+    _check_torch_version()
+    build = _build_record()
+    library = _FOLDER / "_C.so"
+    if not library.is_file():
+        raise ImportError(
+            f"torch_hicache: {library} is missing. Build it with `pip install .` in the source tree."
+        )
+    torch.ops.load_library(library)
+    _backends["cpu"] = Backend("cpu", "CPU", True, True, details=build["built"].get("cpu", {}))
+    _backends["cuda"] = _load_cuda(build)
+    _backends["hip"] = Backend(
+        "hip", "CUDA on ROCm", False, False, "not part of this version", "none yet"
+    )
+    _backends["ascend"] = Backend(
+        "ascend", "PrivateUse1", False, False, "not part of this version", "none yet"
+    )
+    if not _backends["cuda"].loaded:
+        _register_fallback(_backends["cuda"], "CUDA")
+
+
+def _check_torch_version() -> None:
+    found = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if found < _MIN_TORCH:
+        raise ImportError(f"torch_hicache needs torch 2.10 or newer, found {torch.__version__}.")
+
+
+def _build_record() -> dict[str, dict[str, Any]]:
+    """What setup.py wrote about the build; empty for libraries put here by hand."""
+    try:
+        return json.loads((_FOLDER / "_build.json").read_text())
+    except FileNotFoundError:
+        return {"built": {}, "missing": {}}
+
+
+def _load_cuda(build: dict[str, dict[str, Any]]) -> Backend:
+    library = _FOLDER / "_cuda.so"
+    details = build["built"].get("cuda", {})
+    if not library.is_file():
+        reason = build["missing"].get("cuda", "_cuda.so is missing")
+        remedy = "install the CUDA toolkit (nvcc 12.x or 13.x) and build torch_hicache again"
+        return Backend("cuda", "CUDA", False, False, reason, remedy)
+    if torch.version.hip is not None:
+        reason = "this torch is a ROCm build"
+        return Backend("cuda", "CUDA", True, False, reason, "use the hip backend", details)
+    if torch.version.cuda is None:
+        reason = f"this torch ({torch.__version__}) is a CPU build"
+        return Backend("cuda", "CUDA", True, False, reason, "install a CUDA build of torch", details)
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        remedy = "build torch_hicache again against this torch"
+        return Backend("cuda", "CUDA", True, False, str(error), remedy, details)
+    return Backend("cuda", "CUDA", True, True, details=details)
+
+
+def _register_fallback(backend: Backend, key: str) -> None:
+    """Let the ops on `key` say how to get the backend, instead of torch's list of all kernels."""
+
+    def refuse(name: str) -> Callable[..., NoReturn]:
+        def kernel(*_args: object, **_kwargs: object) -> NoReturn:
+            raise RuntimeError(
+                f"[{name}] the {backend.name} backend is not loaded: {backend.reason}. "
+                f"To get it, {backend.remedy}."
+            )
+
+        return kernel
+
+    library = torch.library.Library("hicache", "IMPL")
+    for name in ("transfer_kv", "check_errors"):
+        library.impl(name, refuse(name), key)
+    _fallbacks.append(library)
