@@ -29,7 +29,13 @@ CSRC = ROOT / "csrc"
 SHARED_SOURCES = ["transfer_kv.cpp", "slot_runs.cpp"]
 SOURCES = {
     "cpu": ["ops.cpp", *SHARED_SOURCES, "cpu/transfer_kv.cpp"],
-    "cuda": [*SHARED_SOURCES, "cuda/transfer_kv.cu", "cuda/host_memory.cpp"],
+    "cuda": [
+        *SHARED_SOURCES,
+        "cuda/transfer_kv.cu",
+        "cuda/entries.cu",
+        "cuda/device_state.cu",
+        "cuda/host_memory.cpp",
+    ],
 }
 LIBRARY = {"cpu": "_C", "cuda": "_cuda"}
 DEFAULT_CUDA_ARCHS = "8.0+PTX;9.0;10.0;12.0"
@@ -112,9 +118,9 @@ class NinjaFile:
         self.lines: list[str] = []
         self.outputs: list[Path] = []
         self.record: dict[str, dict[str, str]] = {}
-        self.link_flags = (
-            f"-L{torch_dir}/lib -Wl,--no-as-needed -ltorch -Wl,--as-needed"
-        )
+        self.torch_lib = torch_dir / "lib"
+        # No symbol of libtorch.so itself is used, but its name pulls in the libraries that are.
+        self.link_flags = f"-L{self.torch_lib} -Wl,--no-as-needed -ltorch -Wl,--as-needed"
         self.common = (
             f"-std=c++17 -DTORCH_TARGET_VERSION={TORCH_TARGET} -isystem {torch_dir}/include"
         )
@@ -138,7 +144,7 @@ class NinjaFile:
             else ""
         )
         flags = f"{self.common} -O3 -fPIC -fvisibility=hidden -Wall -Wextra -Werror{sanitize}"
-        self.rule("cxx", f"{cxx} -MMD -MF $out.d {flags} $extra -c $in -o $out", "CXX $out")
+        self.rule("cxx", f"{cxx} -MMD -MF $out.d {flags} -c $in -o $out", "CXX $out")
         self.lines += [
             "rule link_cpu",
             f"  command = {cxx} -shared{sanitize} $in -o $out {self.link_flags}",
@@ -152,22 +158,21 @@ class NinjaFile:
         nvcc = find_nvcc()
         if nvcc is None:
             raise SystemExit("setup.py: nvcc was not found")
-        home = nvcc.resolve().parent.parent
         version = nvcc_version(nvcc)
         archs, names = cuda_arch_flags(os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_CUDA_ARCHS)
         flags = (
-            f"{self.common.replace('-isystem ', '-isystem=')} -DUSE_CUDA -O3 --use_fast_math "
+            f"{self.common.replace('-isystem ', '-isystem=')} -DUSE_CUDA -O3 "
             f"-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra -lineinfo {' '.join(archs)}"
         )
         self.rule("nvcc", f"{nvcc} -MMD -MF $out.d {flags} -c $in -o $out", "NVCC $out")
         self.lines += [
             "rule link_cuda",
             f"  command = {nvcc} -shared -cudart static $in -o $out "
-            + re.sub(r"-Wl,(\S+)", r"-Xlinker=\1", self.link_flags),
+            + f"-L{self.torch_lib} -Xlinker=--no-as-needed,-ltorch,--as-needed",
             "  description = LINK $out",
             "",
         ]
-        self.library("cuda", "nvcc", "link_cuda", f"-DUSE_CUDA -isystem {home}/include")
+        self.library("cuda", "nvcc", "link_cuda")
         major = int(version.split(".")[0])
         self.record["cuda"] = {
             "cuda_toolkit": version,
@@ -175,15 +180,13 @@ class NinjaFile:
             "min_driver": MIN_CUDA_DRIVER.get(major, "unknown"),
         }
 
-    def library(self, backend: str, device_rule: str, link_rule: str, extra: str = "") -> None:
+    def library(self, backend: str, device_rule: str, link_rule: str) -> None:
         objects = []
         for source in SOURCES[backend]:
-            rule = device_rule if not source.endswith(".cpp") else "cxx"
+            rule = device_rule if source.startswith(f"{backend}/") else "cxx"
             target = self.build_dir / backend / (source.replace("/", "_") + ".o")
             objects.append(str(target))
             self.lines += [f"build {target}: {rule} {CSRC / source}"]
-            if rule == "cxx" and extra:
-                self.lines += [f"  extra = {extra}"]
         output = self.output_dir / f"{LIBRARY[backend]}.so"
         self.outputs.append(output)
         self.lines += [f"build {output}: {link_rule} {' '.join(objects)}", ""]

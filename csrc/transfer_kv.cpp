@@ -265,8 +265,21 @@ void join_planes(PlaneGroup& group) {
   group.planes.resize(1);
 }
 
-void add_pair(TransferArgs& args, const View& dst, const View& src, int64_t slot_dim,
-              size_t position) {
+// The accelerator's address of a tensor's first byte; the host's own where it has none.
+const char* reachable_address(TransferArgs& args, const View& view, const Extent& extent, const char* name,
+                              const HostMemoryMap* map) {
+  if (map == nullptr || !view.device.is_cpu())
+    return extent.begin;
+  const char* address = map->device_address(extent.begin, extent.end);
+  if (address != nullptr)
+    return address;
+  if (args.unreachable.empty())
+    args.unreachable = std::string(name) + "[" + std::to_string(extent.position) + "]";
+  return extent.begin;
+}
+
+void add_pair(TransferArgs& args, const View& dst, const View& src, int64_t slot_dim, size_t position,
+              const HostMemoryMap* map) {
   const int64_t slot_dim_of_both = slot_dim < 0 ? slot_dim + dst.dim : slot_dim;
   args.dst_slots = std::min(args.dst_slots, dst.sizes[slot_dim_of_both]);
   args.src_slots = std::min(args.src_slots, src.sizes[slot_dim_of_both]);
@@ -278,9 +291,11 @@ void add_pair(TransferArgs& args, const View& dst, const View& src, int64_t slot
   const void* src_data;
   TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(dst.handle, &dst_data));
   TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(src.handle, &src_data));
-  const PlaneAddress plane{static_cast<char*>(dst_data), static_cast<const char*>(src_data)};
-  args.dst_extents.push_back(extent_of(dst, plane.dst, position));
-  args.src_extents.push_back(extent_of(src, plane.src, position));
+  args.dst_extents.push_back(extent_of(dst, static_cast<char*>(dst_data), position));
+  args.src_extents.push_back(extent_of(src, static_cast<const char*>(src_data), position));
+  const PlaneAddress plane{
+      const_cast<char*>(reachable_address(args, dst, args.dst_extents.back(), "dst", map)),
+      reachable_address(args, src, args.src_extents.back(), "src", map)};
   PlaneGroup group = collapse(dst, src, slot_dim);
   const auto same = std::find_if(args.groups.begin(), args.groups.end(), [&](const PlaneGroup& other) {
     return group.has_geometry_of(other);
@@ -354,7 +369,7 @@ std::string device_name(const Device& device) {
 TransferArgs plan_transfer(const std::vector<Tensor>& dst, const std::vector<Tensor>& src,
                            const Tensor& dst_indices, const Tensor& src_indices, int64_t slot_dim,
                            const std::optional<Tensor>& count, std::string_view method,
-                           int64_t max_blocks) {
+                           int64_t max_blocks, const HostMemoryMap* map) {
   TransferArgs args;
   args.method = parse_method(method);
   args.max_blocks = max_blocks;
@@ -390,7 +405,7 @@ TransferArgs plan_transfer(const std::vector<Tensor>& dst, const std::vector<Ten
 
   args.dst_slots = args.src_slots = std::numeric_limits<int64_t>::max();
   for (size_t i = 0; i < dst.size(); ++i)
-    add_pair(args, dst_views[i], src_views[i], slot_dim, i);
+    add_pair(args, dst_views[i], src_views[i], slot_dim, i, map);
   for (PlaneGroup& group : args.groups)
     join_planes(group);
   check_cpu_indices(args);

@@ -131,6 +131,10 @@ struct TransferArgs {
   std::vector<SlotRun> runs;
   int64_t num_run_entries = 0;
 
+  // The first tensor in host memory that the accelerator can't reach, such as "src[0]"; empty when it
+  // reaches all. Addresses in `groups` are the accelerator's, but the host's for such tensors.
+  std::string unreachable;
+
   Method method = Method::kAuto;
   int64_t max_blocks = 0;
 
@@ -145,9 +149,18 @@ struct TransferArgs {
   }
 };
 
+// Tells where a device finds memory that tensors call the CPU's.
+class HostMemoryMap {
+ public:
+  virtual ~HostMemoryMap() = default;
+  // The device's address of [begin, end), or null where the device can't reach it.
+  virtual const char* device_address(const char* begin, const char* end) const = 0;
+};
+
 // Checks a call completely, but for what only a device runtime can tell (reachability of host
 // memory, capture state, values of device indices). Throws std::invalid_argument (ValueError)
-// or std::out_of_range (IndexError) before anything has moved.
+// or std::out_of_range (IndexError) before anything has moved. An accelerator's backend gives the
+// `map` of host memory that it reaches.
 TransferArgs plan_transfer(const std::vector<Tensor>& dst,
                            const std::vector<Tensor>& src,
                            const Tensor& dst_indices,
@@ -155,7 +168,8 @@ TransferArgs plan_transfer(const std::vector<Tensor>& dst,
                            int64_t slot_dim,
                            const std::optional<Tensor>& count,
                            std::string_view method,
-                           int64_t max_blocks);
+                           int64_t max_blocks,
+                           const HostMemoryMap* map = nullptr);
 
 // The second half of plan_transfer, in slot_runs.cpp: reads the indices that are on the CPU, checks
 // their ranges, fills `runs` and refuses overlap.

@@ -1,0 +1,119 @@
+#include "device_state.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <atomic>
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+
+#include "runtime.h"
+
+namespace hicache {
+namespace {
+
+__device__ ErrorLock error_lock;  // one in each device's copy of this module
+
+constexpr int kMaxDevices = 128;
+
+struct DeviceState {
+  std::mutex mutex;  // guards creation and clearing
+  std::atomic<ErrorRecord*> record{nullptr};
+  ErrorRecord* device_record = nullptr;
+  ErrorLock* lock = nullptr;
+  std::atomic<int64_t> calls{0};
+};
+
+// Never destroyed: kernels may still report while the process exits.
+DeviceState& device_state(int32_t device_index) {
+  static auto* states = new std::array<DeviceState, kMaxDevices>;
+  if (device_index < 0 || device_index >= kMaxDevices)
+    throw std::runtime_error("[transfer_kv] device index " + std::to_string(device_index) +
+                             " is beyond what this build can hold.");
+  return (*states)[device_index];
+}
+
+void create(DeviceState& state) {
+  const std::lock_guard<std::mutex> guard(state.mutex);
+  if (state.record.load() != nullptr)
+    return;
+  const RelaxedCapture relaxed;
+  void* memory = nullptr;
+  check_cuda(cudaHostAlloc(&memory, sizeof(ErrorRecord), cudaHostAllocMapped | cudaHostAllocPortable),
+             "cudaHostAlloc for the error record");
+  auto* record = static_cast<ErrorRecord*>(memory);
+  record->epoch = 1;
+  record->sequence = record->published = 0;
+  void* device_record = nullptr;
+  check_cuda(cudaHostGetDevicePointer(&device_record, memory, 0), "cudaHostGetDevicePointer");
+  state.device_record = static_cast<ErrorRecord*>(device_record);
+  void* lock = nullptr;
+  check_cuda(cudaGetSymbolAddress(&lock, error_lock), "cudaGetSymbolAddress");
+  state.lock = static_cast<ErrorLock*>(lock);
+  state.record.store(record);
+}
+
+void check_errors_cuda(const torch::stable::Tensor& on_device) {
+  const int32_t device_index = on_device.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device_index);
+  const cudaStream_t stream = current_stream(device_index);
+  if (is_capturing(stream))
+    return;
+  {
+    const RelaxedCapture relaxed;
+    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  }
+  throw_recorded_error(device_index, /*is_later_call=*/false);
+}
+
+}  // namespace
+
+ErrorSink next_error_sink(int32_t device_index) {
+  DeviceState& state = device_state(device_index);
+  if (state.record.load() == nullptr)
+    create(state);
+  return {state.device_record, state.lock, ++state.calls};
+}
+
+void throw_recorded_error(int32_t device_index, bool is_later_call) {
+  DeviceState& state = device_state(device_index);
+  ErrorRecord* record = state.record.load();
+  if (record == nullptr || record->published != record->epoch)
+    return;
+  const std::lock_guard<std::mutex> guard(state.mutex);
+  if (record->published != record->epoch)
+    return;  // another thread was faster
+  int32_t what;
+  int64_t call, position, value, limit;
+  uint32_t sequence;
+  do {  // a kernel that still runs may replace the entry by an earlier one
+    sequence = record->sequence;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    what = record->what;
+    call = record->call;
+    position = record->position;
+    value = record->value;
+    limit = record->limit;
+    std::atomic_thread_fence(std::memory_order_acquire);
+  } while (sequence % 2 != 0 || sequence != record->sequence);
+  record->epoch = record->epoch + 1;
+
+  std::ostringstream text;
+  text << "[transfer_kv] " << (is_later_call ? "an earlier call failed: " : "") << "call " << call
+       << " on cuda:" << device_index << ": ";
+  if (what == static_cast<int32_t>(BadValue::kCount))
+    text << "count is " << value << ", outside 0 to " << limit << ", and was clamped.";
+  else
+    text << (what == static_cast<int32_t>(BadValue::kDstIndex) ? "dst_indices[" : "src_indices[") << position
+         << "] is " << value << ", out of range for " << limit
+         << " slots (-1 skips an entry). The entry was skipped, the others were copied.";
+  throw std::out_of_range(text.str());
+}
+
+}  // namespace hicache
+
+STABLE_TORCH_LIBRARY_IMPL(hicache, CUDA, m) {
+  m.impl("check_errors", TORCH_BOX(&hicache::check_errors_cuda));
+}

@@ -1,0 +1,171 @@
+#include "entries.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <cub/device/device_radix_sort.cuh>
+
+#include <algorithm>
+#include <limits>
+
+#include "runtime.h"
+// After runtime.h, whose vectors it uses.
+#include "../copy_rows.cuh"
+
+namespace hicache {
+namespace {
+
+constexpr int kPrepareThreads = 256;
+
+Tensor empty_tensor(int64_t elements, int32_t dtype, const Device& device) {
+  const int64_t stride = 1;
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(1, &elements, &stride, dtype, device.type, device.index, &handle));
+  return Tensor(handle);
+}
+
+// Pinned memory of torch's own allocator, which frees it only when the copy out of it has run.
+Tensor empty_pinned(int64_t elements, int32_t dtype) {
+  const int64_t stride = 1;
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided_pinned(1, &elements, &stride, dtype,
+                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+Tensor upload(const Tensor& pinned, int64_t elements, int32_t dtype, const Device& device) {
+  Tensor on_device = empty_tensor(elements, dtype, device);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(on_device.get(), pinned.get(), /*non_blocking=*/1));
+  return on_device;
+}
+
+template <typename Index>
+void expand_runs(const TransferArgs& args, Index* dst, Index* src) {
+  for (const SlotRun& run : args.runs)
+    for (int64_t i = 0; i < run.length; ++i) {
+      *dst++ = static_cast<Index>(run.dst_slot + i);
+      *src++ = static_cast<Index>(run.src_slot + i);
+    }
+}
+
+bool fits_int32(const TransferArgs& args) {
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  return args.dst_slots <= kMax && args.src_slots <= kMax;
+}
+
+void upload_runs(const TransferArgs& args, Entries& entries) {
+  const int64_t n = entries.num_entries = args.num_run_entries;
+  const bool is_int64 = !fits_int32(args);
+  if (n <= kMaxInlineEntries && !is_int64) {
+    entries.inline_dst.resize(n);
+    entries.inline_src.resize(n);
+    expand_runs(args, entries.inline_dst.data(), entries.inline_src.data());
+    return;
+  }
+  const int32_t dtype = is_int64 ? aoti_torch_dtype_int64() : aoti_torch_dtype_int32();
+  const Tensor pinned = empty_pinned(2 * n, dtype);
+  if (is_int64) {
+    auto* data = static_cast<int64_t*>(pinned.data_ptr());
+    expand_runs(args, data, data + n);
+  } else {
+    auto* data = static_cast<int32_t*>(pinned.data_ptr());
+    expand_runs(args, data, data + n);
+  }
+  const Tensor on_device = upload(pinned, 2 * n, dtype, args.device);
+  const char* data = static_cast<const char*>(on_device.data_ptr());
+  entries.dst = {data, 1, is_int64};
+  entries.src = {data + n * (is_int64 ? 8 : 4), 1, is_int64};
+  entries.scratch.push_back(on_device);
+}
+
+DeviceIndices upload_side(const TransferArgs& args, bool is_dst, Entries& entries) {
+  const std::vector<int64_t> slots = checked_slots(args, is_dst);
+  const int64_t n = static_cast<int64_t>(slots.size());
+  const Tensor pinned = empty_pinned(n, aoti_torch_dtype_int64());
+  std::copy(slots.begin(), slots.end(), static_cast<int64_t*>(pinned.data_ptr()));
+  entries.scratch.push_back(upload(pinned, n, aoti_torch_dtype_int64(), args.device));
+  return {entries.scratch.back().data_ptr(), 1, true};
+}
+
+DeviceIndices as_given(const IndexView& indices) {
+  return {indices.data, indices.stride, indices.is_int64};
+}
+
+// Checks each entry and writes it as a (key, value) pair: key is the slot to sort by, with padding last.
+__global__ void prepare_entries(const __grid_constant__ CopyParams params, bool by_dst, uint32_t* keys,
+                                int32_t* values) {
+  const int64_t count = read_count(params);
+  const uint32_t step = gridDim.x * blockDim.x;
+  for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < params.num_entries; i += step) {
+    int64_t dst_slot, src_slot;
+    const bool moves = read_slots(params, i, count, /*reports=*/true, dst_slot, src_slot);
+    const int64_t host_slot = by_dst ? dst_slot : src_slot;
+    const int64_t host_slots = by_dst ? params.dst_slots : params.src_slots;
+    keys[i] = static_cast<uint32_t>(moves ? host_slot : host_slots);
+    values[i] = static_cast<int32_t>(moves ? (by_dst ? src_slot : dst_slot) : -1);
+  }
+  report_clamped_count(params);
+}
+
+int bits_of(int64_t value) {
+  int bits = 1;
+  while (value >> bits)
+    ++bits;
+  return bits;
+}
+
+}  // namespace
+
+Entries device_entries(const TransferArgs& args) {
+  Entries entries;
+  if (args.has_runs) {
+    upload_runs(args, entries);
+    return entries;
+  }
+  entries.num_entries = args.num_entries;
+  entries.dst = args.dst_indices.is_cpu ? upload_side(args, true, entries) : as_given(args.dst_indices);
+  entries.src = args.src_indices.is_cpu ? upload_side(args, false, entries) : as_given(args.src_indices);
+  if (args.count.data != nullptr)
+    entries.count = as_given(args.count);
+  return entries;
+}
+
+void sort_entries(Entries& entries, const TransferArgs& args, const ErrorSink& errors, bool by_dst,
+                  cudaStream_t stream) {
+  const int64_t n = entries.num_entries;
+  const int end_bit = bits_of(by_dst ? args.dst_slots : args.src_slots);
+  size_t sort_bytes = 0;
+  cub::DoubleBuffer<uint32_t> no_keys;
+  cub::DoubleBuffer<int32_t> no_values;
+  check_cuda(cub::DeviceRadixSort::SortPairs(nullptr, sort_bytes, no_keys, no_values, n, 0, end_bit, stream),
+             "sizing the sort of the indices");
+  const int64_t array_bytes = (n * 4 + 255) / 256 * 256;
+  const Tensor scratch = empty_tensor(4 * array_bytes + static_cast<int64_t>(sort_bytes),
+                                      aoti_torch_dtype_uint8(), args.device);
+  char* memory = static_cast<char*>(scratch.data_ptr());
+  cub::DoubleBuffer<uint32_t> keys(reinterpret_cast<uint32_t*>(memory),
+                                   reinterpret_cast<uint32_t*>(memory + array_bytes));
+  cub::DoubleBuffer<int32_t> values(reinterpret_cast<int32_t*>(memory + 2 * array_bytes),
+                                    reinterpret_cast<int32_t*>(memory + 3 * array_bytes));
+  CopyParams params{};
+  params.dst_indices = entries.dst;
+  params.src_indices = entries.src;
+  params.count = entries.count;
+  params.num_entries = n;
+  params.dst_slots = args.dst_slots;
+  params.src_slots = args.src_slots;
+  params.errors = errors;
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>((n + kPrepareThreads - 1) / kPrepareThreads, 1024));
+  prepare_entries<<<blocks, kPrepareThreads, 0, stream>>>(params, by_dst, keys.Current(), values.Current());
+  check_cuda(cudaGetLastError(), "launching the check of the indices");
+  check_cuda(cub::DeviceRadixSort::SortPairs(memory + 4 * array_bytes, sort_bytes, keys, values, n, 0, end_bit,
+                                             stream),
+             "sorting the indices");
+  const DeviceIndices host{keys.Current(), 1, 0}, other{values.Current(), 1, 0};
+  entries.dst = by_dst ? host : other;
+  entries.src = by_dst ? other : host;
+  entries.count = {};
+  entries.scratch.push_back(scratch);
+}
+
+}  // namespace hicache

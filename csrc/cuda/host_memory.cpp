@@ -1,0 +1,129 @@
+#include "host_memory.h"
+
+#include <cuda_runtime.h>
+
+#include <map>
+#include <mutex>
+#include <new>
+#include <shared_mutex>
+#include <sstream>
+#include <stdexcept>
+
+#include "runtime.h"
+
+namespace hicache {
+namespace {
+
+struct Registration {
+  size_t nbytes;
+  const char* device_address;
+};
+
+// Registrations made here, by host address. Never destroyed: tensors may outlive static objects.
+struct Registry {
+  std::shared_mutex mutex;
+  std::map<const char*, Registration> by_host;
+};
+
+Registry& registry() {
+  static auto* instance = new Registry;
+  return *instance;
+}
+
+// Null where the runtime does not know `address` as memory of the host.
+const char* runtime_device_address(const void* address) {
+  cudaPointerAttributes attributes{};
+  if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return nullptr;
+  }
+  return attributes.type == cudaMemoryTypeHost || attributes.type == cudaMemoryTypeManaged
+             ? static_cast<const char*>(attributes.devicePointer)
+             : nullptr;
+}
+
+void register_host_memory(const Tensor& on_device, int64_t address, int64_t nbytes) {
+  const torch::stable::accelerator::DeviceGuard guard(on_device.get_device_index());
+  const RelaxedCapture relaxed;
+  void* host = reinterpret_cast<void*>(address);
+  const cudaError_t status =
+      cudaHostRegister(host, nbytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+  if (status == cudaErrorMemoryAllocation) {
+    (void)cudaGetLastError();
+    std::ostringstream text;
+    text << "[empty_host] the CUDA runtime could not page-lock " << nbytes
+         << " bytes (cudaErrorMemoryAllocation); ask for less, or raise the limit on locked memory.";
+    // std::bad_alloc carries no text across torch's boundary.
+    throw std::runtime_error(text.str());
+  }
+  check_cuda(status, "cudaHostRegister");
+  void* device = nullptr;
+  const cudaError_t mapped = cudaHostGetDevicePointer(&device, host, 0);
+  if (mapped != cudaSuccess)
+    (void)cudaHostUnregister(host);
+  check_cuda(mapped, "cudaHostGetDevicePointer");
+  const std::unique_lock<std::shared_mutex> lock(registry().mutex);
+  registry().by_host[static_cast<const char*>(host)] = {static_cast<size_t>(nbytes),
+                                                        static_cast<const char*>(device)};
+}
+
+// Waits for the device first: a transfer that still uses the memory must not lose it.
+void unregister_host_memory(const Tensor& on_device, int64_t address) {
+  const torch::stable::accelerator::DeviceGuard guard(on_device.get_device_index());
+  const RelaxedCapture relaxed;
+  const char* host = reinterpret_cast<const char*>(address);
+  {
+    const std::unique_lock<std::shared_mutex> lock(registry().mutex);
+    if (registry().by_host.erase(host) == 0)
+      throw std::invalid_argument("[host_memory] this memory was not registered here.");
+  }
+  check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  check_cuda(cudaHostUnregister(const_cast<char*>(host)), "cudaHostUnregister");
+}
+
+int64_t host_device_address(const Tensor& on_device, int64_t address, int64_t nbytes) {
+  const torch::stable::accelerator::DeviceGuard guard(on_device.get_device_index());
+  const char* begin = reinterpret_cast<const char*>(address);
+  const char* device = CudaHostMemoryMap().device_address(begin, begin + nbytes);
+  if (device == nullptr)
+    throw std::invalid_argument(
+        "[device_view] the tensor is pageable host memory, which the device can't reach; allocate it with "
+        "torch_hicache.empty_host(shape, dtype, device).");
+  return reinterpret_cast<int64_t>(device);
+}
+
+}  // namespace
+
+const char* CudaHostMemoryMap::device_address(const char* begin, const char* end) const {
+  {
+    Registry& known = registry();
+    const std::shared_lock<std::shared_mutex> lock(known.mutex);
+    auto after = known.by_host.upper_bound(begin);
+    if (after != known.by_host.begin()) {
+      const auto& [host, registration] = *--after;
+      if (end <= host + registration.nbytes)
+        return registration.device_address + (begin - host);
+    }
+  }
+  // A registration by others may end inside the tensor.
+  const char* first = runtime_device_address(begin);
+  const char* last = runtime_device_address(end - 1);
+  return first != nullptr && last == first + (end - 1 - begin) ? first : nullptr;
+}
+
+bool is_host_memory(const void* device_address) {
+  cudaPointerAttributes attributes{};
+  if (cudaPointerGetAttributes(&attributes, device_address) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  return attributes.type == cudaMemoryTypeHost;
+}
+
+}  // namespace hicache
+
+STABLE_TORCH_LIBRARY_IMPL(hicache, CUDA, m) {
+  m.impl("register_host_memory", TORCH_BOX(&hicache::register_host_memory));
+  m.impl("unregister_host_memory", TORCH_BOX(&hicache::unregister_host_memory));
+  m.impl("host_device_address", TORCH_BOX(&hicache::host_device_address));
+}
