@@ -3,10 +3,9 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstdlib>
-#include <utility>
-#include <vector>
 
 #include "copy_params.h"
 #include "transfer_kv.h"
@@ -25,25 +24,38 @@ struct BoxDim {
   int64_t src_stride_bytes;
 };
 
+// Copied a lot, so without memory of its own. A tensor has at most 64 dimensions.
 struct Box {
-  std::vector<BoxDim> dims;  // fastest first
-  std::vector<PlaneAddress> planes;
-  int64_t chunk_bytes;
-  int64_t first_entry;
+  std::array<BoxDim, 64> dims;  // fastest first
+  size_t num_dims = 0;
+  const PlaneAddress* planes = nullptr;
+  int64_t num_planes = 0;
+  int64_t dst_offset = 0;  // bytes, on top of every plane's address
+  int64_t src_offset = 0;
+  int64_t chunk_bytes = 0;
+  int64_t first_entry = 0;
+
+  void add(const BoxDim& dim) {
+    dims[num_dims++] = dim;
+  }
 };
 
 // Dimensions in the order of the host pool's addresses, so that consecutive units are neighbours there.
 inline Box box_of(const PlaneGroup& group, int64_t num_entries, bool is_dst_host) {
-  Box box{{}, group.planes, group.chunk_bytes, 0};
-  box.dims.push_back({BoxDim::kEntries, num_entries, group.dst_slot_stride_bytes, group.src_slot_stride_bytes});
+  Box box;
+  box.planes = group.planes.data();
+  box.num_planes = static_cast<int64_t>(group.planes.size());
+  box.chunk_bytes = group.chunk_bytes;
+  box.add({BoxDim::kEntries, num_entries, group.dst_slot_stride_bytes, group.src_slot_stride_bytes});
   for (const Loop& loop : group.loops)
-    box.dims.push_back({BoxDim::kLoop, loop.size, loop.dst_stride_bytes, loop.src_stride_bytes});
-  std::stable_sort(box.dims.begin(), box.dims.end(), [&](const BoxDim& a, const BoxDim& b) {
-    return is_dst_host ? std::abs(a.dst_stride_bytes) < std::abs(b.dst_stride_bytes)
-                       : std::abs(a.src_stride_bytes) < std::abs(b.src_stride_bytes);
-  });
-  if (box.planes.size() > 1)
-    box.dims.push_back({BoxDim::kPlanes, static_cast<int64_t>(box.planes.size()), 0, 0});
+    box.add({BoxDim::kLoop, loop.size, loop.dst_stride_bytes, loop.src_stride_bytes});
+  const auto host_stride = [&](const BoxDim& dim) {
+    return std::abs(is_dst_host ? dim.dst_stride_bytes : dim.src_stride_bytes);
+  };
+  std::sort(box.dims.begin(), box.dims.begin() + box.num_dims,
+            [&](const BoxDim& a, const BoxDim& b) { return host_stride(a) < host_stride(b); });
+  if (box.num_planes > 1)
+    box.add({BoxDim::kPlanes, box.num_planes, 0, 0});
   return box;
 }
 
@@ -54,16 +66,19 @@ inline Box slice_box(const Box& box, size_t dim, int64_t begin, int64_t size) {
   cut.size = size;
   if (cut.kind == BoxDim::kEntries) {
     part.first_entry += begin;
-  } else if (cut.kind == BoxDim::kPlanes) {
-    part.planes.assign(box.planes.begin() + begin, box.planes.begin() + begin + size);
-  } else {
-    for (PlaneAddress& plane : part.planes) {
-      plane.dst += begin * cut.dst_stride_bytes;
-      plane.src += begin * cut.src_stride_bytes;
-    }
+    return part;
   }
-  if (size == 1 && cut.kind != BoxDim::kEntries)
-    part.dims.erase(part.dims.begin() + static_cast<int64_t>(dim));
+  if (cut.kind == BoxDim::kPlanes) {
+    part.planes += begin;
+    part.num_planes = size;
+  } else {
+    part.dst_offset += begin * cut.dst_stride_bytes;
+    part.src_offset += begin * cut.src_stride_bytes;
+  }
+  if (size == 1) {
+    std::copy(part.dims.begin() + dim + 1, part.dims.begin() + part.num_dims, part.dims.begin() + dim);
+    --part.num_dims;
+  }
   return part;
 }
 
@@ -72,22 +87,23 @@ inline int vector_bytes_of(const Box& box) {
   uint64_t bits = 16;
   while (static_cast<int64_t>(bits) > box.chunk_bytes)
     bits /= 2;
-  for (const PlaneAddress& plane : box.planes)
-    bits |= reinterpret_cast<uintptr_t>(plane.dst) | reinterpret_cast<uintptr_t>(plane.src);
-  for (const BoxDim& dim : box.dims)
-    bits |= static_cast<uint64_t>(dim.dst_stride_bytes) | static_cast<uint64_t>(dim.src_stride_bytes);
-  const uint64_t lowest = bits & (~bits + 1);
-  return static_cast<int>(lowest);
+  bits |= static_cast<uint64_t>(box.dst_offset) | static_cast<uint64_t>(box.src_offset);
+  for (int64_t i = 0; i < box.num_planes; ++i)
+    bits |= reinterpret_cast<uintptr_t>(box.planes[i].dst) | reinterpret_cast<uintptr_t>(box.planes[i].src);
+  for (size_t k = 0; k < box.num_dims; ++k)
+    bits |= static_cast<uint64_t>(box.dims[k].dst_stride_bytes) |
+            static_cast<uint64_t>(box.dims[k].src_stride_bytes);
+  return static_cast<int>(bits & (~bits + 1));
 }
 
 // Calls launch(box, vector_bytes) for parts of `box` that a launch can take, in order.
 template <typename Launch>
 void for_each_launch(const Box& box, const Launch& launch) {
-  if (box.dims.size() > kMaxDims) {  // more strided dimensions than parameters: loop over the shortest here
-    size_t shortest = box.dims.size();
-    for (size_t k = 0; k < box.dims.size(); ++k)
+  if (box.num_dims > kMaxDims) {  // more strided dimensions than parameters: loop over the shortest here
+    size_t shortest = box.num_dims;
+    for (size_t k = 0; k < box.num_dims; ++k)
       if (box.dims[k].kind == BoxDim::kLoop &&
-          (shortest == box.dims.size() || box.dims[k].size < box.dims[shortest].size))
+          (shortest == box.num_dims || box.dims[k].size < box.dims[shortest].size))
         shortest = k;
     for (int64_t i = 0; i < box.dims[shortest].size; ++i)
       for_each_launch(slice_box(box, shortest, i, 1), launch);
@@ -101,22 +117,20 @@ void for_each_launch(const Box& box, const Launch& launch) {
     for (int64_t at = 0; at < box.chunk_bytes; at += piece_bytes) {
       Box piece = box;
       piece.chunk_bytes = std::min(piece_bytes, box.chunk_bytes - at);
-      for (PlaneAddress& plane : piece.planes) {
-        plane.dst += at;
-        plane.src += at;
-      }
+      piece.dst_offset += at;
+      piece.src_offset += at;
       for_each_launch(piece, launch);
     }
     return;
   }
-  for (size_t k = 0; k < box.dims.size(); ++k) {
+  for (size_t k = 0; k < box.num_dims; ++k) {
     const BoxDim& dim = box.dims[k];
     int64_t limit = max_units / units;  // of this dimension, with all faster ones whole
     if (dim.kind == BoxDim::kPlanes)
       limit = std::min<int64_t>(limit, kMaxPlanes);
     if (dim.size > limit) {
       // Slower dimensions are walked one by one; this one in equal parts.
-      for (size_t slow = box.dims.size() - 1; slow > k; --slow)
+      for (size_t slow = box.num_dims - 1; slow > k; --slow)
         if (box.dims[slow].size > 1) {
           for (int64_t i = 0; i < box.dims[slow].size; ++i)
             for_each_launch(slice_box(box, slow, i, 1), launch);
@@ -140,9 +154,9 @@ inline void fill_box(CopyParams& params, const Box& box, int vector_bytes) {
       Divisor(static_cast<uint32_t>((box.chunk_bytes + vector_bytes - 1) / vector_bytes));
   params.tail_bytes = static_cast<uint32_t>(box.chunk_bytes % vector_bytes);
   params.num_units = params.units_per_chunk.size;
-  params.num_dims = static_cast<int32_t>(box.dims.size());
+  params.num_dims = static_cast<int32_t>(box.num_dims);
   params.plane_dim = -1;
-  for (size_t k = 0; k < box.dims.size(); ++k) {
+  for (size_t k = 0; k < box.num_dims; ++k) {
     const BoxDim& dim = box.dims[k];
     params.dims[k] = {Divisor(static_cast<uint32_t>(dim.size)), dim.dst_stride_bytes, dim.src_stride_bytes};
     params.num_units *= static_cast<uint32_t>(dim.size);
@@ -151,9 +165,9 @@ inline void fill_box(CopyParams& params, const Box& box, int vector_bytes) {
     if (dim.kind == BoxDim::kPlanes)
       params.plane_dim = static_cast<int32_t>(k);
   }
-  for (size_t i = 0; i < box.planes.size(); ++i) {
-    params.planes[i].dst = box.planes[i].dst;
-    params.planes[i].src = box.planes[i].src;
+  for (int64_t i = 0; i < box.num_planes; ++i) {
+    params.planes[i].dst = box.planes[i].dst + box.dst_offset;
+    params.planes[i].src = box.planes[i].src + box.src_offset;
   }
 }
 

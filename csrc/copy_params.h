@@ -8,8 +8,8 @@
 
 namespace hicache {
 
-constexpr int kCopyThreads = 512;
-constexpr int kUnitsPerThread = 8;
+constexpr int kCopyThreads = 1024;
+constexpr int kUnitsPerThread = 4;
 constexpr int kMaxDims = 6;           // entries, a table of planes, and the loops that fit
 constexpr int kMaxPlanes = 128;       // base addresses in one launch's parameters
 constexpr int kMaxInlineEntries = 64; // index pairs in the parameters, for small work

@@ -7,7 +7,8 @@
 // neighbouring bytes and neighbouring blocks neighbouring tiles. A thread has kUnitsPerThread loads
 // in flight before its first store: the link's latency is what there is to hide.
 //
-// The including file supplies, from its vendor's runtime.h: Vector<kBytes>, load_vector, store_vector.
+// The including file supplies, from its vendor's runtime.h: Vector<kBytes>, load_vector, store_vector,
+// let_next_launch_start, wait_for_previous_launch.
 #pragma once
 
 #include <cstdint>
@@ -43,49 +44,69 @@ __device__ inline void report_clamped_count(const CopyParams& params) {
     record_error(params.errors, BadValue::kCount, 0, given, params.num_entries);
 }
 
-// The slots of one entry; false for padding and for indices that must not be followed.
-__device__ inline bool read_slots(const CopyParams& params, uint32_t entry, int64_t count, bool reports,
-                                  int64_t& dst_slot, int64_t& src_slot) {
-  const int64_t position = params.first_entry + entry;
-  if (position >= count)
-    return false;
-  if (params.num_inline_entries > 0) {
-    dst_slot = params.inline_indices[0][position];
-    src_slot = params.inline_indices[1][position];
-  } else {
-    dst_slot = read_index(params.dst_indices, position);
-    src_slot = read_index(params.src_indices, position);
-  }
-  const bool is_dst_bad = dst_slot < -1 || dst_slot >= params.dst_slots;
-  const bool is_src_bad = src_slot < -1 || src_slot >= params.src_slots;
-  if (reports && is_dst_bad)
-    record_error(params.errors, BadValue::kDstIndex, position, dst_slot, params.dst_slots);
-  else if (reports && is_src_bad)
-    record_error(params.errors, BadValue::kSrcIndex, position, src_slot, params.src_slots);
-  return dst_slot >= 0 && src_slot >= 0 && !is_dst_bad && !is_src_bad;
+// The slots that entry `position` names, unchecked: -1 where nothing is to be read.
+__device__ inline int64_t read_dst_slot(const CopyParams& params, int64_t position) {
+  return params.num_inline_entries > 0 ? params.inline_indices[0][position]
+                                       : read_index(params.dst_indices, position);
+}
+__device__ inline int64_t read_src_slot(const CopyParams& params, int64_t position) {
+  return params.num_inline_entries > 0 ? params.inline_indices[1][position]
+                                       : read_index(params.src_indices, position);
 }
 
-// Where unit u reads and writes; false when it moves nothing.
+// A slot number in the width that the pools need: values that do not fit become kBadSlot.
+template <typename Slot>
+__device__ inline Slot narrow_slot(int64_t slot) {
+  constexpr Slot kBadSlot = -2;
+  const Slot narrow = static_cast<Slot>(slot);
+  return narrow == slot ? narrow : kBadSlot;
+}
+
+// False for padding, and for indices that must not be followed (`is_bad`).
+__device__ inline bool check_slots(const CopyParams& params, int64_t dst_slot, int64_t src_slot, bool& is_bad) {
+  is_bad = dst_slot < -1 || dst_slot >= params.dst_slots || src_slot < -1 || src_slot >= params.src_slots;
+  return dst_slot >= 0 && src_slot >= 0 && !is_bad;
+}
+
+// Not inlined: it is rare, and the copy loop has no registers to spare for it.
+static __device__ __noinline__ void report_bad_entry(const CopyParams& params, int64_t position) {
+  const int64_t dst_slot = read_dst_slot(params, position);
+  if (dst_slot < -1 || dst_slot >= params.dst_slots)
+    record_error(params.errors, BadValue::kDstIndex, position, dst_slot, params.dst_slots);
+  else
+    record_error(params.errors, BadValue::kSrcIndex, position, read_src_slot(params, position), params.src_slots);
+}
+
+// Where a unit lies, apart from its slots.
+struct UnitPlace {
+  char* dst;
+  const char* src;
+  uint32_t entry;
+  bool is_tail;
+  bool reports;  // true for one unit of each entry in the whole box
+};
+
 template <int kVectorBytes>
-__device__ inline bool locate(const CopyParams& params, uint32_t u, int64_t count, char*& dst, const char*& src,
-                              bool& is_tail) {
+__device__ inline UnitPlace locate(const CopyParams& params, uint32_t u) {
   uint32_t rest = divide(u, params.units_per_chunk);
   const uint32_t vector = u - rest * params.units_per_chunk.size;
-  is_tail = params.tail_bytes != 0 && vector == params.units_per_chunk.size - 1;
   int64_t dst_offset = static_cast<int64_t>(vector) * kVectorBytes;
   int64_t src_offset = dst_offset;
-  uint32_t entry = 0, plane = 0;
-  bool reports = vector == 0;  // one unit of an entry's whole box
+  uint32_t plane = 0;
+  UnitPlace place;
+  place.entry = 0;
+  place.is_tail = params.tail_bytes != 0 && vector == params.units_per_chunk.size - 1;
+  place.reports = vector == 0;
   for (int k = 0; k < params.num_dims; ++k) {
     const CopyDim& dim = params.dims[k];
     const uint32_t next = divide(rest, dim.size);
     const uint32_t i = rest - next * dim.size.size;
     rest = next;
     if (k == params.entry_dim) {
-      entry = i;
+      place.entry = i;
       continue;
     }
-    reports = reports && i == 0;
+    place.reports = place.reports && i == 0;
     if (k == params.plane_dim) {
       plane = i;
     } else {
@@ -93,13 +114,9 @@ __device__ inline bool locate(const CopyParams& params, uint32_t u, int64_t coun
       src_offset += i * dim.src_stride_bytes;
     }
   }
-  int64_t dst_slot, src_slot;
-  if (!read_slots(params, entry, count, reports, dst_slot, src_slot))
-    return false;
-  const CopyDim& slots = params.dims[params.entry_dim];
-  dst = params.planes[plane].dst + dst_offset + dst_slot * slots.dst_stride_bytes;
-  src = params.planes[plane].src + src_offset + src_slot * slots.src_stride_bytes;
-  return true;
+  place.dst = params.planes[plane].dst + dst_offset;
+  place.src = params.planes[plane].src + src_offset;
+  return place;
 }
 
 // The bytes of a chunk behind its last whole vector: powers of two, all loads before the first store.
@@ -117,34 +134,56 @@ __device__ inline void copy_tail(char* dst, const char* src, uint32_t bytes) {
   }
 }
 
-template <int kVectorBytes>
+// Four passes over a thread's units, so that each kind of access is in flight for all of them at once: their
+// places, their indices, their loads, their stores. `Slot` is int32_t where both pools' slot numbers fit: the
+// loop is short of registers.
+template <int kVectorBytes, typename Slot>
 __device__ inline void copy_rows(const CopyParams& params) {
   const int64_t count = read_count(params);
+  const int64_t dst_slot_stride = params.dims[params.entry_dim].dst_stride_bytes;
+  const int64_t src_slot_stride = params.dims[params.entry_dim].src_stride_bytes;
   constexpr uint32_t kTileUnits = kCopyThreads * kUnitsPerThread;
   for (uint32_t tile = blockIdx.x * kTileUnits; tile < params.num_units; tile += gridDim.x * kTileUnits) {
-    char* dst[kUnitsPerThread];
+    if (tile + gridDim.x * kTileUnits >= params.num_units)
+      let_next_launch_start();
+    UnitPlace place[kUnitsPerThread];
+    Slot dst_slot[kUnitsPerThread], src_slot[kUnitsPerThread];
     Vector<kVectorBytes> data[kUnitsPerThread];
 #pragma unroll
     for (int k = 0; k < kUnitsPerThread; ++k) {
       const uint32_t u = tile + k * kCopyThreads + threadIdx.x;
-      const char* src;
-      bool is_tail;
-      dst[k] = nullptr;
-      if (u >= params.num_units || !locate<kVectorBytes>(params, u, count, dst[k], src, is_tail))
-        continue;
-      if (!is_tail) {
-        data[k] = load_vector<kVectorBytes>(src);
-        continue;
-      }
-      copy_tail<kVectorBytes / 2>(dst[k], src, params.tail_bytes);
-      dst[k] = nullptr;
+      place[k] = locate<kVectorBytes>(params, u < params.num_units ? u : 0);
+      const int64_t position = params.first_entry + place[k].entry;
+      const bool moves = u < params.num_units && position < count;
+      dst_slot[k] = moves ? narrow_slot<Slot>(read_dst_slot(params, position)) : -1;
+      src_slot[k] = moves ? narrow_slot<Slot>(read_src_slot(params, position)) : -1;
     }
 #pragma unroll
-    for (int k = 0; k < kUnitsPerThread; ++k)
-      if (dst[k] != nullptr)
-        store_vector<kVectorBytes>(dst[k], data[k]);
+    for (int k = 0; k < kUnitsPerThread; ++k) {
+      bool is_bad;
+      if (!check_slots(params, dst_slot[k], src_slot[k], is_bad)) {
+        if (is_bad && place[k].reports)
+          report_bad_entry(params, params.first_entry + place[k].entry);
+        place[k].dst = nullptr;
+        continue;
+      }
+      place[k].dst += dst_slot[k] * dst_slot_stride;
+      place[k].src += src_slot[k] * src_slot_stride;
+      if (!place[k].is_tail)
+        data[k] = load_vector<kVectorBytes>(place[k].src);
+    }
+#pragma unroll
+    for (int k = 0; k < kUnitsPerThread; ++k) {
+      if (place[k].dst == nullptr)
+        continue;
+      if (place[k].is_tail)
+        copy_tail<kVectorBytes / 2>(place[k].dst, place[k].src, params.tail_bytes);
+      else
+        store_vector<kVectorBytes>(place[k].dst, data[k]);
+    }
   }
   report_clamped_count(params);
+  wait_for_previous_launch();
 }
 
 }  // namespace hicache

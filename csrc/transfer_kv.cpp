@@ -6,12 +6,15 @@
 #include <torch/csrc/stable/stableivalue_conversions.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <sstream>
 #include <stdexcept>
 
 namespace hicache {
 namespace {
+
+constexpr size_t kMaxTensorDims = 64;  // torch's own limit
 
 template <typename... Parts>
 [[noreturn]] void throw_value_error(const Parts&... parts) {
@@ -152,19 +155,20 @@ int64_t resolve_slot_dim(const View& view, int64_t slot_dim, const char* name, s
 // Sorted by stride, each dimension must step over all that lie inside it. Some views that interleave
 // without meeting fail this too; nobody stores a pool that way.
 bool elements_share_memory(const View& view) {
-  std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size)
-  for (int64_t i = 0; i < view.dim; ++i) {
+  std::array<std::pair<int64_t, int64_t>, kMaxTensorDims> dims;  // (stride, size)
+  auto end = dims.begin();
+  for (int64_t i = view.dim; i-- > 0;) {
     if (view.sizes[i] == 0)
       return false;
     if (view.sizes[i] > 1)
-      dims.emplace_back(view.strides[i], view.sizes[i]);
+      *end++ = {view.strides[i], view.sizes[i]};
   }
-  std::sort(dims.begin(), dims.end());
+  std::sort(dims.begin(), end);
   int64_t reach = 0;  // offset of the last element of the dimensions so far
-  for (const auto& [stride, size] : dims) {
-    if (stride <= reach)
+  for (auto dim = dims.begin(); dim != end; ++dim) {
+    if (dim->first <= reach)
       return true;
-    reach += (size - 1) * stride;
+    reach += (dim->second - 1) * dim->first;
   }
   return false;
 }
@@ -225,16 +229,18 @@ PlaneGroup collapse(const View& dst, const View& src, int64_t slot_dim) {
   group.chunk_bytes = item_bytes;
   group.dst_slot_stride_bytes = dst.strides[dst_dim] * item_bytes;
   group.src_slot_stride_bytes = src.strides[dst_dim] * item_bytes;
-  std::vector<Loop> dims;  // the two sides have one rank: their plane and row dimensions are equal
+  std::array<Loop, kMaxTensorDims> dims;  // both sides have them: plane and row dimensions are equal
+  auto end = dims.begin();
   for (int64_t i = 0; i < dst.dim; ++i)
     if (i != dst_dim && dst.sizes[i] != 1)
-      dims.push_back({dst.sizes[i], dst.strides[i] * item_bytes, src.strides[i] * item_bytes});
-  std::sort(dims.begin(), dims.end(), [](const Loop& a, const Loop& b) {
+      *end++ = {dst.sizes[i], dst.strides[i] * item_bytes, src.strides[i] * item_bytes};
+  std::sort(dims.begin(), end, [](const Loop& a, const Loop& b) {
     return std::pair(a.dst_stride_bytes, a.src_stride_bytes) <
            std::pair(b.dst_stride_bytes, b.src_stride_bytes);
   });
   std::vector<Loop>& loops = group.loops;  // fastest first while it grows
-  for (const Loop& dim : dims) {
+  for (auto at = dims.begin(); at != end; ++at) {
+    const Loop& dim = *at;
     if (loops.empty() && dim.dst_stride_bytes == group.chunk_bytes &&
         dim.src_stride_bytes == group.chunk_bytes)
       group.chunk_bytes *= dim.size;

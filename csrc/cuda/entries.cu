@@ -97,8 +97,12 @@ __global__ void prepare_entries(const __grid_constant__ CopyParams params, bool 
   const int64_t count = read_count(params);
   const uint32_t step = gridDim.x * blockDim.x;
   for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < params.num_entries; i += step) {
-    int64_t dst_slot, src_slot;
-    const bool moves = read_slots(params, i, count, /*reports=*/true, dst_slot, src_slot);
+    const int64_t dst_slot = i < count ? read_dst_slot(params, i) : -1;
+    const int64_t src_slot = i < count ? read_src_slot(params, i) : -1;
+    bool is_bad;
+    const bool moves = check_slots(params, dst_slot, src_slot, is_bad);
+    if (is_bad)
+      report_bad_entry(params, i);
     const int64_t host_slot = by_dst ? dst_slot : src_slot;
     const int64_t host_slots = by_dst ? params.dst_slots : params.src_slots;
     keys[i] = static_cast<uint32_t>(moves ? host_slot : host_slots);

@@ -87,6 +87,19 @@ template <int kBytes>
 __device__ inline void store_vector(char* address, Vector<kBytes> value) {
   __stcs(reinterpret_cast<Vector<kBytes>*>(address), value);
 }
+
+// Launches of one call are independent of each other: the next may fill the SMs that this one's last tiles
+// leave idle. It waits for this one before it ends, so that work behind the call finds all of it done.
+__device__ inline void let_next_launch_start() {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+__device__ inline void wait_for_previous_launch() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
 #endif
 
 }  // namespace hicache

@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 
 #include "../copy_launches.h"
@@ -31,35 +32,50 @@ constexpr int64_t kSortMinSpanBytes = int64_t{1} << 30;
 constexpr int64_t kSortMaxRowBytes = 4096;
 constexpr int64_t kSortMaxRunLength = 16;
 
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+
 enum class Direction { kLoad, kStore, kOnDevice };
 
-template <int kVectorBytes>
+template <int kVectorBytes, typename Slot>
 __global__ void __launch_bounds__(kCopyThreads, 1) copy_kernel(const __grid_constant__ CopyParams params) {
-  copy_rows<kVectorBytes>(params);
+  copy_rows<kVectorBytes, Slot>(params);
 }
 
-void launch(const CopyParams& params, int vector_bytes, int64_t max_blocks, cudaStream_t stream) {
+// `follows` another launch of the same call: it may start while that one's last tiles are under way.
+template <typename Kernel>
+void start(Kernel* kernel, unsigned blocks, const CopyParams& params, bool follows, cudaStream_t stream) {
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kCopyThreads);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = follows ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, params), "launching the copy kernel");
+}
+
+void launch(const CopyParams& params, int vector_bytes, int64_t max_blocks, bool follows, cudaStream_t stream) {
   constexpr int64_t kTileUnits = kCopyThreads * kUnitsPerThread;
   const int64_t tiles = (params.num_units + kTileUnits - 1) / kTileUnits;
-  const dim3 grid(static_cast<unsigned>(std::min(tiles, max_blocks)));
-  const auto start = [&](auto kernel) { kernel<<<grid, kCopyThreads, 0, stream>>>(params); };
+  const auto blocks = static_cast<unsigned>(std::min(tiles, max_blocks));
+  const bool is_narrow = std::max(params.dst_slots, params.src_slots) <= kMaxInt32;
+  const auto choose = [&](auto narrow, auto wide) {
+    start(is_narrow ? narrow : wide, blocks, params, follows, stream);
+  };
   switch (vector_bytes) {
     case 16:
-      start(copy_kernel<16>);
-      break;
+      return choose(copy_kernel<16, int32_t>, copy_kernel<16, int64_t>);
     case 8:
-      start(copy_kernel<8>);
-      break;
+      return choose(copy_kernel<8, int32_t>, copy_kernel<8, int64_t>);
     case 4:
-      start(copy_kernel<4>);
-      break;
+      return choose(copy_kernel<4, int32_t>, copy_kernel<4, int64_t>);
     case 2:
-      start(copy_kernel<2>);
-      break;
+      return choose(copy_kernel<2, int32_t>, copy_kernel<2, int64_t>);
     default:
-      start(copy_kernel<1>);
+      return choose(copy_kernel<1, int32_t>, copy_kernel<1, int64_t>);
   }
-  check_cuda(cudaGetLastError(), "launching the copy kernel");
 }
 
 Direction direction_of(const TransferArgs& args) {
@@ -99,9 +115,8 @@ int64_t host_row_bytes(const PlaneGroup& group, bool by_dst) {
 bool sorting_pays(const TransferArgs& args, const Entries& entries, Direction direction) {
   const bool by_dst = direction == Direction::kStore;
   const auto& extents = by_dst ? args.dst_extents : args.src_extents;
-  constexpr int64_t kMaxSlots = std::numeric_limits<int32_t>::max();
   if (direction == Direction::kOnDevice || entries.num_entries < kSortMinEntries ||
-      entries.num_entries > kMaxSlots || std::max(args.dst_slots, args.src_slots) > kMaxSlots ||
+      entries.num_entries > kMaxInt32 || std::max(args.dst_slots, args.src_slots) > kMaxInt32 ||
       entries.num_entries * args.bytes_per_entry() < kSortMinBytes)
     return false;
   if (args.has_runs && args.num_run_entries >= kSortMaxRunLength * static_cast<int64_t>(args.runs.size()))
@@ -143,11 +158,13 @@ void copy_groups(const TransferArgs& args, const Entries& entries, Direction dir
   std::copy(entries.inline_dst.begin(), entries.inline_dst.end(), params.inline_indices[0]);
   std::copy(entries.inline_src.begin(), entries.inline_src.end(), params.inline_indices[1]);
   const int64_t max_blocks = block_limit(args, direction);
+  bool follows = false;
   for (const PlaneGroup& group : args.groups)
     for_each_launch(box_of(group, entries.num_entries, direction == Direction::kStore),
                     [&](const Box& box, int vector_bytes) {
                       fill_box(params, box, vector_bytes);
-                      launch(params, vector_bytes, max_blocks, stream);
+                      launch(params, vector_bytes, max_blocks, follows, stream);
+                      follows = true;
                     });
 }
 
