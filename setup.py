@@ -91,9 +91,7 @@ def choose_backends() -> tuple[list[str], dict[str, str]]:
     names = [name.strip() for name in wanted.split(",") if name.strip()]
     for name in names:
         if name not in SOURCES:
-            raise SystemExit(
-                f"setup.py: HICACHE_BACKENDS names '{name}'; there are {', '.join(SOURCES)}"
-            )
+            raise SystemExit(f"setup.py: HICACHE_BACKENDS names '{name}'; there are {', '.join(SOURCES)}")
         if name in missing:
             raise SystemExit(
                 f"setup.py: HICACHE_BACKENDS wants '{name}', but {missing[name]}. Install it, or leave "
@@ -116,14 +114,11 @@ class NinjaFile:
         self.build_dir = build_dir
         self.output_dir = output_dir
         self.lines: list[str] = []
-        self.outputs: list[Path] = []
         self.record: dict[str, dict[str, str]] = {}
         self.torch_lib = torch_dir / "lib"
         # No symbol of libtorch.so itself is used, but its name pulls in the libraries that are.
         self.link_flags = f"-L{self.torch_lib} -Wl,--no-as-needed -ltorch -Wl,--as-needed"
-        self.common = (
-            f"-std=c++17 -DTORCH_TARGET_VERSION={TORCH_TARGET} -isystem {torch_dir}/include"
-        )
+        self.common = f"-std=c++17 -DTORCH_TARGET_VERSION={TORCH_TARGET} -isystem {torch_dir}/include"
         self.torch_version = torch.__version__
 
     def rule(self, name: str, command: str, description: str) -> None:
@@ -188,7 +183,6 @@ class NinjaFile:
             objects.append(str(target))
             self.lines += [f"build {target}: {rule} {CSRC / source}"]
         output = self.output_dir / f"{LIBRARY[backend]}.so"
-        self.outputs.append(output)
         self.lines += [f"build {output}: {link_rule} {' '.join(objects)}", ""]
 
     def run(self) -> None:
@@ -210,19 +204,24 @@ class BuildBackends(build_ext):
 
     def run(self) -> None:
         backends, missing = choose_backends()
-        output_dir = ROOT / "torch_hicache"
-        if not self.inplace:
-            output_dir = Path(self.build_lib).resolve() / "torch_hicache"
         variant = "asan" if os.environ.get("HICACHE_SANITIZE") == "1" else "release"
-        build = NinjaFile(ROOT / "build" / "ninja" / variant, output_dir)
+        build_dir = ROOT / "build" / "ninja" / variant
+        build = NinjaFile(build_dir, build_dir / "lib")
         build.add_cpu()
         if "cuda" in backends:
             build.add_cuda()
-        else:
-            (output_dir / "_cuda.so").unlink(missing_ok=True)
         build.run()
+        # A copy, so that the source tree and the wheel hold the very same libraries.
+        package = ROOT if self.inplace else Path(self.build_lib).resolve()
+        package /= "torch_hicache"
+        package.mkdir(parents=True, exist_ok=True)
+        for backend, library in LIBRARY.items():
+            target = package / f"{library}.so"
+            target.unlink(missing_ok=True)  # a process that has the old one mapped keeps it
+            if backend in backends:
+                shutil.copy2(build.output_dir / target.name, target)
         record = {"built": build.record, "missing": missing}
-        (output_dir / "_build.json").write_text(json.dumps(record, indent=2) + "\n")
+        (package / "_build.json").write_text(json.dumps(record, indent=2) + "\n")
         for name, reason in missing.items():
             print(f"torch_hicache: the {name} backend is not built: {reason}", file=sys.stderr)
 

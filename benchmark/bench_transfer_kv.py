@@ -10,6 +10,7 @@ bytes a second; "CE" is one big cudaMemcpyAsync of pinned memory in the same dir
 """
 
 import argparse
+import functools
 import json
 import platform
 import statistics
@@ -69,14 +70,10 @@ class Pools:
         self.device_slots = torch.randperm(entries, generator=generator).cuda()
 
     def load(self, **options: object) -> None:
-        transfer_kv(
-            [self.device], [self.host], self.device_slots, self.host_slots, slot_dim=1, **options
-        )
+        transfer_kv([self.device], [self.host], self.device_slots, self.host_slots, slot_dim=1, **options)
 
     def store(self, **options: object) -> None:
-        transfer_kv(
-            [self.host], [self.device], self.host_slots, self.device_slots, slot_dim=1, **options
-        )
+        transfer_kv([self.host], [self.device], self.host_slots, self.device_slots, slot_dim=1, **options)
 
 
 def link_rates() -> dict[str, float]:
@@ -85,6 +82,13 @@ def link_rates() -> dict[str, float]:
     load = device_seconds(lambda: device.copy_(host, non_blocking=True))
     store = device_seconds(lambda: host.copy_(device, non_blocking=True))
     return {"load": GIB / load / 1e9, "store": GIB / store / 1e9}
+
+
+def torch_index_load(pools: Pools, host_index: torch.Tensor) -> None:
+    """What a user would write without this library, to completion."""
+    rows = pools.host[:, host_index].pin_memory()
+    pools.device[:, pools.device_slots] = rows.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
 
 
 def bench_rows(link: dict[str, float]) -> list[dict[str, object]]:
@@ -108,14 +112,9 @@ def bench_rows(link: dict[str, float]) -> list[dict[str, object]]:
                     "of_link": rate / link[direction],
                 }
             )
-        if row_bytes in (256, 2048):  # what a user would write without this library
-            host_index, device_index = pools.host_slots.cpu(), pools.device_slots
-
-            def index_load(pools: Pools = pools) -> None:
-                rows = pools.host[:, host_index].pin_memory()
-                pools.device[:, device_index] = rows.to("cuda", non_blocking=True)
-
-            seconds = host_seconds(lambda run=index_load: (run(), torch.cuda.synchronize()), 3)
+        if row_bytes in (256, 2048):
+            index_load = functools.partial(torch_index_load, pools, pools.host_slots.cpu())
+            seconds = host_seconds(index_load, 3)
             rate = pools.bytes / seconds / 1e9
             results.append(
                 {
@@ -175,7 +174,7 @@ def gemm_beside(
     every other window of it, transfers (of about `seconds` each) run on another stream, of high priority:
     a product takes every SM it finds, and each launch of a transfer has to get some of them back.
     """
-    window, windows = 30, 9
+    window, windows = 60, 9
     side = torch.cuda.Stream(priority=-1)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(windows + 1)]
     busy = []
@@ -213,15 +212,15 @@ def bench_gemm(link: dict[str, float]) -> list[dict[str, object]]:
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     b = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(a)
-    host = torch_hicache.empty_host((128 * MIB,), torch.uint8, "cuda").fill_(1)
-    device = torch.empty(128 * MIB, dtype=torch.uint8, device="cuda")
+    host = torch_hicache.empty_host((GIB,), torch.uint8, "cuda").fill_(1)
+    device = torch.empty(GIB, dtype=torch.uint8, device="cuda")
     cases: list[tuple[str, str, Callable[[], object], int]] = [
-        ("copy engine", "load", lambda: device.copy_(host, non_blocking=True), 128 * MIB),
-        ("copy engine", "store", lambda: host.copy_(device, non_blocking=True), 128 * MIB),
+        ("copy engine", "load", lambda: device.copy_(host, non_blocking=True), GIB),
+        ("copy engine", "store", lambda: host.copy_(device, non_blocking=True), GIB),
     ]
     for row_bytes in (256, 576, 1152, 2048):
         entries = 16384
-        planes = 128 * MIB // (entries * row_bytes)
+        planes = GIB // (entries * row_bytes)
         pools = Pools(row_bytes, planes, entries * 2, entries)
         pools.host.fill_(1)
         cases.append((f"kernel {row_bytes} B", "load", pools.load, pools.bytes))
@@ -326,9 +325,7 @@ def bench_cpu() -> list[dict[str, object]]:
         index = index[: slots // 2 // run_slots * run_slots]
         dst_index = torch.arange(len(index))
         nbytes = len(index) * row_bytes
-        seconds = host_seconds(
-            lambda p=pools, d=dst_index, s=index: transfer_kv([p[0]], [p[1]], d, s), 7
-        )
+        seconds = host_seconds(lambda p=pools, d=dst_index, s=index: transfer_kv([p[0]], [p[1]], d, s), 7)
         indexing = host_seconds(lambda p=pools, d=dst_index, s=index: p[0].index_copy_(0, d, p[1][s]), 5)
         half = host_seconds(lambda n=nbytes: dst[:n].copy_(src[:n]), 9)
         results.append(

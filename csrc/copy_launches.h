@@ -150,8 +150,7 @@ void for_each_launch(const Box& box, const Launch& launch) {
 // The kernel's parameters for one such part; indices and errors are the caller's to fill.
 inline void fill_box(CopyParams& params, const Box& box, int vector_bytes) {
   params.first_entry = box.first_entry;
-  params.units_per_chunk =
-      Divisor(static_cast<uint32_t>((box.chunk_bytes + vector_bytes - 1) / vector_bytes));
+  params.units_per_chunk = Divisor(static_cast<uint32_t>((box.chunk_bytes + vector_bytes - 1) / vector_bytes));
   params.tail_bytes = static_cast<uint32_t>(box.chunk_bytes % vector_bytes);
   params.num_units = params.units_per_chunk.size;
   params.num_dims = static_cast<int32_t>(box.num_dims);

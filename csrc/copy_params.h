@@ -10,9 +10,9 @@ namespace hicache {
 
 constexpr int kCopyThreads = 1024;
 constexpr int kUnitsPerThread = 4;
-constexpr int kMaxDims = 6;           // entries, a table of planes, and the loops that fit
-constexpr int kMaxPlanes = 128;       // base addresses in one launch's parameters
-constexpr int kMaxInlineEntries = 64; // index pairs in the parameters, for small work
+constexpr int kMaxDims = 6;            // entries, a table of planes, and the loops that fit
+constexpr int kMaxPlanes = 128;        // base addresses in one launch's parameters
+constexpr int kMaxInlineEntries = 64;  // index pairs in the parameters, for small work
 
 // Division by an invariant for n < 2^31: q = (mulhi(n, magic) + n) >> shift.
 struct Divisor {
@@ -60,7 +60,7 @@ struct CopyParams {
   int32_t plane_dim;  // -1: all chunks start from planes[0]
   CopyDim dims[kMaxDims];
 
-  int32_t num_inline_entries;  // > 0: the indices are below, not in memory
+  int32_t num_inline_entries;                    // > 0: the indices are below, not in memory
   int32_t inline_indices[2][kMaxInlineEntries];  // dst, src
   struct {
     char* dst;

@@ -74,7 +74,8 @@ static __device__ __noinline__ void report_bad_entry(const CopyParams& params, i
   if (dst_slot < -1 || dst_slot >= params.dst_slots)
     record_error(params.errors, BadValue::kDstIndex, position, dst_slot, params.dst_slots);
   else
-    record_error(params.errors, BadValue::kSrcIndex, position, read_src_slot(params, position), params.src_slots);
+    record_error(params.errors, BadValue::kSrcIndex, position, read_src_slot(params, position),
+                 params.src_slots);
 }
 
 // Where a unit lies, apart from its slots.

@@ -43,8 +43,8 @@ void refuse(const std::vector<Tensor>&, const std::vector<Tensor>&, const Tensor
 }  // namespace
 }  // namespace hicache
 
-#define HICACHE_REFUSE(key, reason)                                     \
-  STABLE_TORCH_LIBRARY_IMPL(hicache, key, m) {                          \
+#define HICACHE_REFUSE(key, reason)                                      \
+  STABLE_TORCH_LIBRARY_IMPL(hicache, key, m) {                           \
     m.impl("transfer_kv", TORCH_BOX(&hicache::refuse<hicache::reason>)); \
   }
 HICACHE_REFUSE(SparseCPU, kSparse)

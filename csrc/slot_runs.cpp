@@ -12,8 +12,8 @@ namespace {
 
 [[noreturn]] void throw_out_of_range(const char* name, int64_t position, int64_t value, int64_t slots) {
   std::ostringstream text;
-  text << "[transfer_kv] " << name << "[" << position << "] is " << value << ", out of range for "
-       << slots << " slots (-1 skips an entry).";
+  text << "[transfer_kv] " << name << "[" << position << "] is " << value << ", out of range for " << slots
+       << " slots (-1 skips an entry).";
   throw std::out_of_range(text.str());
 }
 
@@ -116,8 +116,7 @@ void fill_runs(TransferArgs& args) {
         step = 1;
         continue;
       }
-      if ((step < 0 || run.length == 1) && dst_slot == run.dst_slot - 1 &&
-          src_slot == run.src_slot - 1) {
+      if ((step < 0 || run.length == 1) && dst_slot == run.dst_slot - 1 && src_slot == run.src_slot - 1) {
         --run.dst_slot;
         --run.src_slot;
         ++run.length;
@@ -140,8 +139,8 @@ struct Piece {
 
 void append_pieces(const PlaneGroup& group, const SlotRun& run, int64_t run_number, int64_t& copy,
                    std::vector<Piece>& dst, std::vector<Piece>& src) {
-  const bool is_merged = group.dst_slot_stride_bytes == group.chunk_bytes &&
-                         group.src_slot_stride_bytes == group.chunk_bytes;
+  const bool is_merged =
+      group.dst_slot_stride_bytes == group.chunk_bytes && group.src_slot_stride_bytes == group.chunk_bytes;
   const int64_t rows = is_merged ? 1 : run.length;
   const int64_t bytes = is_merged ? group.chunk_bytes * run.length : group.chunk_bytes;
   for (const PlaneAddress& plane : group.planes)

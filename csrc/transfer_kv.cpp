@@ -26,13 +26,21 @@ template <typename... Parts>
 
 // c10::ScalarType in its fixed order.
 const char* dtype_name(int32_t dtype) {
-  static constexpr const char* kNames[] = {
-      "uint8",         "int8",       "int16",       "int32",        "int64",
-      "float16",       "float32",    "float64",     "complex32",    "complex64",
-      "complex128",    "bool",       "qint8",       "quint8",       "qint32",
-      "bfloat16",      "quint4x2",   "quint2x4",    "bits1x8",      "bits2x4",
-      "bits4x2",       "bits8",      "bits16",      "float8_e5m2",  "float8_e4m3fn",
-      "float8_e5m2fnuz", "float8_e4m3fnuz", "uint16", "uint32",     "uint64"};
+  static constexpr const char* kNames[] = {"uint8",           "int8",
+                                           "int16",           "int32",
+                                           "int64",           "float16",
+                                           "float32",         "float64",
+                                           "complex32",       "complex64",
+                                           "complex128",      "bool",
+                                           "qint8",           "quint8",
+                                           "qint32",          "bfloat16",
+                                           "quint4x2",        "quint2x4",
+                                           "bits1x8",         "bits2x4",
+                                           "bits4x2",         "bits8",
+                                           "bits16",          "float8_e5m2",
+                                           "float8_e4m3fn",   "float8_e5m2fnuz",
+                                           "float8_e4m3fnuz", "uint16",
+                                           "uint32",          "uint64"};
   constexpr int32_t kCount = sizeof(kNames) / sizeof(kNames[0]);
   return dtype >= 0 && dtype < kCount ? kNames[dtype] : "another dtype";
 }
@@ -115,18 +123,15 @@ IndexView index_view(const View& view) {
 Device list_device(const std::vector<View>& list, const char* name) {
   for (size_t i = 1; i < list.size(); ++i)
     if (list[i].device != list[0].device)
-      throw_value_error("all tensors of ", name, " must be on one device, got ",
-                        device_name(list[0].device), " (", name, "[0]) and ",
-                        device_name(list[i].device), " (", name, "[", i, "]).");
+      throw_value_error("all tensors of ", name, " must be on one device, got ", device_name(list[0].device),
+                        " (", name, "[0]) and ", device_name(list[i].device), " (", name, "[", i, "]).");
   return list.empty() ? Device{} : list[0].device;
 }
 
-void check_devices(TransferArgs& args, const View& dst_indices, const View& src_indices,
-                   bool has_planes) {
+void check_devices(TransferArgs& args, const View& dst_indices, const View& src_indices, bool has_planes) {
   if (!args.dst_device.is_cpu() && !args.src_device.is_cpu() && args.dst_device != args.src_device)
-    throw_value_error("dst and src may be on at most one accelerator, got ",
-                      device_name(args.dst_device), " (dst) and ", device_name(args.src_device),
-                      " (src).");
+    throw_value_error("dst and src may be on at most one accelerator, got ", device_name(args.dst_device),
+                      " (dst) and ", device_name(args.src_device), " (src).");
   args.device = args.dst_device.is_cpu() ? args.src_device : args.dst_device;
   if (!has_planes)  // no pool says where the call belongs: the indices do
     args.device = dst_indices.device.is_cpu() ? src_indices.device : dst_indices.device;
@@ -134,8 +139,8 @@ void check_devices(TransferArgs& args, const View& dst_indices, const View& src_
     if (view.device.is_cpu() || view.device == args.device)
       return;
     if (args.device.is_cpu())
-      throw_value_error(name, " must be on the CPU when both pools are, got ",
-                        device_name(view.device), " (the pools are on cpu).");
+      throw_value_error(name, " must be on the CPU when both pools are, got ", device_name(view.device),
+                        " (the pools are on cpu).");
     throw_value_error(name, " must be on the CPU or on ", device_name(args.device), ", got ",
                       device_name(view.device), ".");
   };
@@ -147,8 +152,8 @@ void check_devices(TransferArgs& args, const View& dst_indices, const View& src_
 int64_t resolve_slot_dim(const View& view, int64_t slot_dim, const char* name, size_t position) {
   const int64_t resolved = slot_dim < 0 ? slot_dim + view.dim : slot_dim;
   if (resolved < 0 || resolved >= view.dim)
-    throw_value_error("slot_dim ", slot_dim, " is out of range for ", name, "[", position,
-                      "] of shape ", shape_text(view), ".");
+    throw_value_error("slot_dim ", slot_dim, " is out of range for ", name, "[", position, "] of shape ",
+                      shape_text(view), ".");
   return resolved;
 }
 
@@ -199,14 +204,11 @@ void check_pair(const View& dst, const View& src, int64_t slot_dim, size_t posit
   const int64_t dst_dim = resolve_slot_dim(dst, slot_dim, "dst", position);
   const int64_t src_dim = resolve_slot_dim(src, slot_dim, "src", position);
   if (!std::equal(dst.sizes, dst.sizes + dst_dim, src.sizes, src.sizes + src_dim))
-    throw_value_error("dst[", position, "] and src[", position,
-                      "] must have the same plane dimensions, got ",
+    throw_value_error("dst[", position, "] and src[", position, "] must have the same plane dimensions, got ",
                       shape_text(dst.sizes, dst.sizes + dst_dim), " and ",
                       shape_text(src.sizes, src.sizes + src_dim), ".");
-  if (!std::equal(dst.sizes + dst_dim + 1, dst.sizes + dst.dim, src.sizes + src_dim + 1,
-                  src.sizes + src.dim))
-    throw_value_error("dst[", position, "] and src[", position,
-                      "] must have the same row dimensions, got ",
+  if (!std::equal(dst.sizes + dst_dim + 1, dst.sizes + dst.dim, src.sizes + src_dim + 1, src.sizes + src.dim))
+    throw_value_error("dst[", position, "] and src[", position, "] must have the same row dimensions, got ",
                       shape_text(dst.sizes + dst_dim + 1, dst.sizes + dst.dim), " and ",
                       shape_text(src.sizes + src_dim + 1, src.sizes + src.dim), ".");
   if (elements_share_memory(dst))
@@ -241,11 +243,9 @@ PlaneGroup collapse(const View& dst, const View& src, int64_t slot_dim) {
   std::vector<Loop>& loops = group.loops;  // fastest first while it grows
   for (auto at = dims.begin(); at != end; ++at) {
     const Loop& dim = *at;
-    if (loops.empty() && dim.dst_stride_bytes == group.chunk_bytes &&
-        dim.src_stride_bytes == group.chunk_bytes)
+    if (loops.empty() && dim.dst_stride_bytes == group.chunk_bytes && dim.src_stride_bytes == group.chunk_bytes)
       group.chunk_bytes *= dim.size;
-    else if (!loops.empty() &&
-             dim.dst_stride_bytes == loops.back().dst_stride_bytes * loops.back().size &&
+    else if (!loops.empty() && dim.dst_stride_bytes == loops.back().dst_stride_bytes * loops.back().size &&
              dim.src_stride_bytes == loops.back().src_stride_bytes * loops.back().size)
       loops.back().size *= dim.size;
     else
@@ -266,8 +266,7 @@ void join_planes(PlaneGroup& group) {
     if (group.planes[i].dst - group.planes[i - 1].dst != dst_step ||
         group.planes[i].src - group.planes[i - 1].src != src_step)
       return;
-  group.loops.insert(group.loops.begin(),
-                     {static_cast<int64_t>(group.planes.size()), dst_step, src_step});
+  group.loops.insert(group.loops.begin(), {static_cast<int64_t>(group.planes.size()), dst_step, src_step});
   group.planes.resize(1);
 }
 
@@ -299,13 +298,11 @@ void add_pair(TransferArgs& args, const View& dst, const View& src, int64_t slot
   TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(src.handle, &src_data));
   args.dst_extents.push_back(extent_of(dst, static_cast<char*>(dst_data), position));
   args.src_extents.push_back(extent_of(src, static_cast<const char*>(src_data), position));
-  const PlaneAddress plane{
-      const_cast<char*>(reachable_address(args, dst, args.dst_extents.back(), "dst", map)),
-      reachable_address(args, src, args.src_extents.back(), "src", map)};
+  const PlaneAddress plane{const_cast<char*>(reachable_address(args, dst, args.dst_extents.back(), "dst", map)),
+                           reachable_address(args, src, args.src_extents.back(), "src", map)};
   PlaneGroup group = collapse(dst, src, slot_dim);
-  const auto same = std::find_if(args.groups.begin(), args.groups.end(), [&](const PlaneGroup& other) {
-    return group.has_geometry_of(other);
-  });
+  const auto same = std::find_if(args.groups.begin(), args.groups.end(),
+                                 [&](const PlaneGroup& other) { return group.has_geometry_of(other); });
   if (same != args.groups.end()) {
     same->planes.push_back(plane);
   } else {
@@ -324,8 +321,8 @@ void apply_count(TransferArgs& args, const View& count) {
     throw_value_error("count must have one element, got shape ", shape_text(count), ".");
   const bool on_device = !args.dst_indices.is_cpu && !args.src_indices.is_cpu;
   if (on_device && count.device != args.device)
-    throw_value_error("count must be on ", device_name(args.device),
-                      ", where both index tensors are, got ", device_name(count.device), ".");
+    throw_value_error("count must be on ", device_name(args.device), ", where both index tensors are, got ",
+                      device_name(count.device), ".");
   if (!on_device && !count.device.is_cpu())
     throw_value_error("count must be on the CPU unless both index tensors are on the accelerator, got ",
                       device_name(count.device), ".");
@@ -334,8 +331,8 @@ void apply_count(TransferArgs& args, const View& count) {
     return;
   const int64_t value = args.count[0];
   if (value < 0 || value > args.num_entries)
-    throw_value_error("count must be between 0 and ", args.num_entries,
-                      ", the number of indices, got ", value, ".");
+    throw_value_error("count must be between 0 and ", args.num_entries, ", the number of indices, got ", value,
+                      ".");
   args.num_entries = value;
   args.count.data = nullptr;
 }
@@ -374,22 +371,22 @@ std::string device_name(const Device& device) {
 
 TransferArgs plan_transfer(const std::vector<Tensor>& dst, const std::vector<Tensor>& src,
                            const Tensor& dst_indices, const Tensor& src_indices, int64_t slot_dim,
-                           const std::optional<Tensor>& count, std::string_view method,
-                           int64_t max_blocks, const HostMemoryMap* map) {
+                           const std::optional<Tensor>& count, std::string_view method, int64_t max_blocks,
+                           const HostMemoryMap* map) {
   TransferArgs args;
   args.method = parse_method(method);
   args.max_blocks = max_blocks;
   if (max_blocks < 0)
     throw_value_error("max_blocks must be 0 or more, got ", max_blocks, ".");
   if (dst.size() != src.size())
-    throw_value_error("dst and src must have the same number of tensors, got ", dst.size(), " and ",
-                      src.size(), ".");
+    throw_value_error("dst and src must have the same number of tensors, got ", dst.size(), " and ", src.size(),
+                      ".");
   const View dst_index(dst_indices), src_index(src_indices);
   check_indices(dst_index, "dst_indices");
   check_indices(src_index, "src_indices");
   if (dst_index.sizes[0] != src_index.sizes[0])
-    throw_value_error("dst_indices and src_indices must have the same length, got ",
-                      dst_index.sizes[0], " and ", src_index.sizes[0], ".");
+    throw_value_error("dst_indices and src_indices must have the same length, got ", dst_index.sizes[0],
+                      " and ", src_index.sizes[0], ".");
 
   const std::vector<View> dst_views(dst.begin(), dst.end()), src_views(src.begin(), src.end());
   args.dst_device = list_device(dst_views, "dst");
@@ -400,8 +397,9 @@ TransferArgs plan_transfer(const std::vector<Tensor>& dst, const std::vector<Ten
   if (aoti_torch_grad_mode_is_enabled())
     for (size_t i = 0; i < dst.size(); ++i)
       if (can_require_grad(dst_views[i].dtype) && requires_grad(dst_views[i]))
-        throw_value_error("dst[", i, "] requires grad and transfer_kv has no derivative; call it under "
-                                     "torch.no_grad() or detach the pool.");
+        throw_value_error("dst[", i,
+                          "] requires grad and transfer_kv has no derivative; call it under "
+                          "torch.no_grad() or detach the pool.");
   args.dst_indices = index_view(dst_index);
   args.src_indices = index_view(src_index);
   args.num_entries = dst_index.sizes[0];

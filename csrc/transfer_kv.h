@@ -65,8 +65,7 @@ struct PlaneGroup {
   std::vector<PlaneAddress> planes;
 
   bool has_geometry_of(const PlaneGroup& other) const {
-    return chunk_bytes == other.chunk_bytes &&
-           dst_slot_stride_bytes == other.dst_slot_stride_bytes &&
+    return chunk_bytes == other.chunk_bytes && dst_slot_stride_bytes == other.dst_slot_stride_bytes &&
            src_slot_stride_bytes == other.src_slot_stride_bytes && loops == other.loops;
   }
   int64_t chunks_per_plane() const {
@@ -161,14 +160,9 @@ class HostMemoryMap {
 // memory, capture state, values of device indices). Throws std::invalid_argument (ValueError)
 // or std::out_of_range (IndexError) before anything has moved. An accelerator's backend gives the
 // `map` of host memory that it reaches.
-TransferArgs plan_transfer(const std::vector<Tensor>& dst,
-                           const std::vector<Tensor>& src,
-                           const Tensor& dst_indices,
-                           const Tensor& src_indices,
-                           int64_t slot_dim,
-                           const std::optional<Tensor>& count,
-                           std::string_view method,
-                           int64_t max_blocks,
+TransferArgs plan_transfer(const std::vector<Tensor>& dst, const std::vector<Tensor>& src,
+                           const Tensor& dst_indices, const Tensor& src_indices, int64_t slot_dim,
+                           const std::optional<Tensor>& count, std::string_view method, int64_t max_blocks,
                            const HostMemoryMap* map = nullptr);
 
 // The second half of plan_transfer, in slot_runs.cpp: reads the indices that are on the CPU, checks

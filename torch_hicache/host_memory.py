@@ -4,6 +4,7 @@ A pinned tensor is an anonymous mapping of our own, registered with the device's
 exact: torch's own pinned allocator rounds up to a power of two.
 """
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -36,10 +37,9 @@ class _PinnedMemory(mmap.mmap):
     def __del__(self) -> None:
         # Also reached from a failed allocate() and at interpreter exit, where torch may be gone.
         if self._address:
-            try:
+            # A destructor has nobody to tell; the end of the process unregisters too.
+            with contextlib.suppress(Exception):
                 torch.ops.hicache.unregister_host_memory(self._on_device, self._address)
-            except Exception:  # a destructor has nobody to tell; the process's exit unregisters too
-                pass
 
 
 def empty_host(
@@ -80,9 +80,7 @@ def empty_host(
         try:
             return torch.empty(tuple(shape), dtype=dtype)
         except RuntimeError as error:
-            raise MemoryError(
-                f"[empty_host] the system gave no {nbytes:,} bytes: {error}"
-            ) from None
+            raise MemoryError(f"[empty_host] the system gave no {nbytes:,} bytes: {error}") from None
     memory = _PinnedMemory.allocate(nbytes, device)
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes).view(dtype).view(tuple(shape))
 
@@ -105,9 +103,7 @@ def device_view(tensor: Tensor, device: torch.device | str) -> Tensor:
     on_device = torch.empty(0, device=device)
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() == 0:
-        return torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-        )
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     nbytes = (last + 1) * tensor.element_size()
     address = torch.ops.hicache.host_device_address(on_device, tensor.data_ptr(), nbytes)
     flat = _tensor_at(address, nbytes, on_device.device, owner=tensor)

@@ -143,9 +143,7 @@ def _call_device(
 def _resolve_slot_dim(tensor: Tensor, slot_dim: int, name: str) -> int:
     resolved = slot_dim + tensor.dim() if slot_dim < 0 else slot_dim
     if not 0 <= resolved < tensor.dim():
-        _refuse(
-            f"slot_dim {slot_dim} is out of range for {name} of shape {_shape_text(tensor.shape)}."
-        )
+        _refuse(f"slot_dim {slot_dim} is out of range for {name} of shape {_shape_text(tensor.shape)}.")
     return resolved
 
 
@@ -190,22 +188,16 @@ def _check_pair(dst: Tensor, src: Tensor, slot_dim: int, i: int) -> None:
         for dst_size, src_size in zip(dst_sizes, src_sizes, strict=True):
             _check(dst_size == src_size, text)
     if _elements_share_memory(dst):
-        _refuse(
-            f"dst[{i}] has elements that share memory (an expanded view?); a destination must not."
-        )
+        _refuse(f"dst[{i}] has elements that share memory (an expanded view?); a destination must not.")
 
 
-def _check_count(
-    count: Tensor, dst_indices: Tensor, src_indices: Tensor, device: torch.device
-) -> None:
+def _check_count(count: Tensor, dst_indices: Tensor, src_indices: Tensor, device: torch.device) -> None:
     if count.dtype not in (torch.int32, torch.int64):
         _refuse(f"count must be int32 or int64, got {_dtype_name(count)}.")
     _check(count.numel() == 1, f"count must have one element, got shape {_shape_text(count.shape)}.")
     on_device = not _is_cpu(dst_indices.device) and not _is_cpu(src_indices.device)
     if on_device and count.device != device:
-        _refuse(
-            f"count must be on {device}, where both index tensors are, got {count.device}."
-        )
+        _refuse(f"count must be on {device}, where both index tensors are, got {count.device}.")
     if not on_device and not _is_cpu(count.device):
         _refuse(
             "count must be on the CPU unless both index tensors are on the accelerator, got "
@@ -231,9 +223,7 @@ def _transfer_kv_fake(
     for tensor in (*dst, *src):
         _check_plain(tensor, "dst or src")
     if len(dst) != len(src):
-        _refuse(
-            f"dst and src must have the same number of tensors, got {len(dst)} and {len(src)}."
-        )
+        _refuse(f"dst and src must have the same number of tensors, got {len(dst)} and {len(src)}.")
     _check_indices(dst_indices, "dst_indices")
     _check_indices(src_indices, "src_indices")
     _check(
@@ -255,8 +245,7 @@ def _transfer_kv_fake(
         _check_count(count, dst_indices, src_indices, device)
     if method in ("copy_engine", "staged") and _is_cpu(device):
         _refuse(
-            f"method '{method}' needs an accelerator, but both pools are on cpu; use 'auto' or "
-            "'kernel'."
+            f"method '{method}' needs an accelerator, but both pools are on cpu; use 'auto' or 'kernel'."
         )
 
 

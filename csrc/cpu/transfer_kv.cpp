@@ -38,8 +38,8 @@ struct Work {
     }
     first_row.push_back(rows);
     strip_bytes = rows * group.chunk_bytes;
-    is_merged = group.dst_slot_stride_bytes == group.chunk_bytes &&
-                group.src_slot_stride_bytes == group.chunk_bytes;
+    is_merged =
+        group.dst_slot_stride_bytes == group.chunk_bytes && group.src_slot_stride_bytes == group.chunk_bytes;
   }
   int64_t num_strips() const {
     return static_cast<int64_t>(group.planes.size()) * group.chunks_per_plane();
@@ -74,8 +74,7 @@ void prefetch_row(const Work& work, const PlaneAddress& base, size_t run) {
 void copy_strip(const Work& work, const PlaneAddress& base, int64_t begin, int64_t end) {
   const PlaneGroup& group = work.group;
   const int64_t first = begin / group.chunk_bytes;
-  size_t r = std::upper_bound(work.first_row.begin(), work.first_row.end(), first) -
-             work.first_row.begin() - 1;
+  size_t r = std::upper_bound(work.first_row.begin(), work.first_row.end(), first) - work.first_row.begin() - 1;
   const bool prefetches = group.chunk_bytes <= kPrefetchMaxBytes;
   for (int64_t at = begin; at < end;) {
     const SlotRun& run = work.runs[r];
@@ -105,18 +104,17 @@ void copy_range(int64_t begin, int64_t end, void* context) {
   }
 }
 
-void transfer_kv_cpu(const std::vector<Tensor>& dst, const std::vector<Tensor>& src,
-                     const Tensor& dst_indices, const Tensor& src_indices, int64_t slot_dim,
-                     const std::optional<Tensor>& count, const std::string& method,
-                     int64_t max_blocks) {
+void transfer_kv_cpu(const std::vector<Tensor>& dst, const std::vector<Tensor>& src, const Tensor& dst_indices,
+                     const Tensor& src_indices, int64_t slot_dim, const std::optional<Tensor>& count,
+                     const std::string& method, int64_t max_blocks) {
   const TransferArgs args =
       plan_transfer(dst, src, dst_indices, src_indices, slot_dim, count, method, max_blocks);
   if (args.is_empty())
     return;
   for (const PlaneGroup& group : args.groups) {
     Work work(group, args.runs);
-    TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, work.num_strips() * work.strip_bytes, kBytesPerTask,
-                                              copy_range, &work));
+    TORCH_ERROR_CODE_CHECK(
+        torch_parallel_for(0, work.num_strips() * work.strip_bytes, kBytesPerTask, copy_range, &work));
   }
 }
 

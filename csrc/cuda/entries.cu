@@ -28,8 +28,8 @@ Tensor empty_tensor(int64_t elements, int32_t dtype, const Device& device) {
 Tensor empty_pinned(int64_t elements, int32_t dtype) {
   const int64_t stride = 1;
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided_pinned(1, &elements, &stride, dtype,
-                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided_pinned(1, &elements, &stride, dtype, aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
 
@@ -144,8 +144,8 @@ void sort_entries(Entries& entries, const TransferArgs& args, const ErrorSink& e
   check_cuda(cub::DeviceRadixSort::SortPairs(nullptr, sort_bytes, no_keys, no_values, n, 0, end_bit, stream),
              "sizing the sort of the indices");
   const int64_t array_bytes = (n * 4 + 255) / 256 * 256;
-  const Tensor scratch = empty_tensor(4 * array_bytes + static_cast<int64_t>(sort_bytes),
-                                      aoti_torch_dtype_uint8(), args.device);
+  const Tensor scratch =
+      empty_tensor(4 * array_bytes + static_cast<int64_t>(sort_bytes), aoti_torch_dtype_uint8(), args.device);
   char* memory = static_cast<char*>(scratch.data_ptr());
   cub::DoubleBuffer<uint32_t> keys(reinterpret_cast<uint32_t*>(memory),
                                    reinterpret_cast<uint32_t*>(memory + array_bytes));
@@ -159,7 +159,8 @@ void sort_entries(Entries& entries, const TransferArgs& args, const ErrorSink& e
   params.dst_slots = args.dst_slots;
   params.src_slots = args.src_slots;
   params.errors = errors;
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>((n + kPrepareThreads - 1) / kPrepareThreads, 1024));
+  const auto blocks =
+      static_cast<unsigned>(std::min<int64_t>((n + kPrepareThreads - 1) / kPrepareThreads, 1024));
   prepare_entries<<<blocks, kPrepareThreads, 0, stream>>>(params, by_dst, keys.Current(), values.Current());
   check_cuda(cudaGetLastError(), "launching the check of the indices");
   check_cuda(cub::DeviceRadixSort::SortPairs(memory + 4 * array_bytes, sort_bytes, keys, values, n, 0, end_bit,

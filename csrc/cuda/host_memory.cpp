@@ -46,8 +46,7 @@ void register_host_memory(const Tensor& on_device, int64_t address, int64_t nbyt
   const torch::stable::accelerator::DeviceGuard guard(on_device.get_device_index());
   const RelaxedCapture relaxed;
   void* host = reinterpret_cast<void*>(address);
-  const cudaError_t status =
-      cudaHostRegister(host, nbytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+  const cudaError_t status = cudaHostRegister(host, nbytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
   if (status == cudaErrorMemoryAllocation) {
     (void)cudaGetLastError();
     std::ostringstream text;

@@ -137,11 +137,13 @@ void refuse_what_is_missing(const TransferArgs& args, bool capturing) {
   if (capturing && (args.dst_indices.is_cpu || args.src_indices.is_cpu))
     throw std::invalid_argument(
         "[transfer_kv] indices on the CPU can't be captured, their values would be baked into the graph; "
-        "put them on " + device_name(args.device) + ".");
+        "put them on " +
+        device_name(args.device) + ".");
   if (!args.unreachable.empty())
     throw std::invalid_argument("[transfer_kv] " + args.unreachable +
                                 " is pageable host memory, which a kernel can't reach; allocate it with "
-                                "torch_hicache.empty_host(shape, dtype, '" + device_name(args.device) + "').");
+                                "torch_hicache.empty_host(shape, dtype, '" +
+                                device_name(args.device) + "').");
 }
 
 void copy_groups(const TransferArgs& args, const Entries& entries, Direction direction, const ErrorSink& errors,

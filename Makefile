@@ -1,0 +1,77 @@
+# make demo    the main job on the CPU, within a minute
+# make test    the test-suite
+# make lint    every check of the sources (pre-commit)
+# make asan    the CPU backend's tests under AddressSanitizer and UBSan
+# make bench   figures of this machine
+# make wheel   the one wheel, in dist/
+#
+# All of them work from a fresh clone: they make .venv, install requirements.txt into it and build.
+# System packages needed: python3 (3.10 or newer) with venv, a C++17 compiler, make. nvcc is optional.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
+LIBRARY := torch_hicache/_C.so
+# For a newer torch beside the one that built the libraries: make test-torch TORCH=2.14.1
+TORCH ?= 2.14.1
+OTHER := .venv-torch-$(TORCH)
+
+.PHONY: setup build demo test test-torch lint asan bench wheel clean
+.DEFAULT_GOAL := build
+
+setup: $(VENV)/installed
+build: $(LIBRARY)
+
+$(VENV)/installed: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "make: $(PYTHON) is missing or older than 3.10 (Debian: apt-get install python3)"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null \
+	  || { echo "make: python's venv is missing (Debian: apt-get install python3-venv)"; exit 1; }
+	@command -v $(firstword $(CXX)) >/dev/null \
+	  || { echo "make: no C++ compiler (Debian: apt-get install g++)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	touch $@
+
+# The package is installed as links into the tree; the libraries are built in place.
+$(LIBRARY): $(VENV)/installed $(SOURCES)
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+demo: build
+	$(BIN)/hicache replay
+
+test: build
+	$(BIN)/python -m pytest
+
+# The same libraries under another torch, from the wheel.
+test-torch: wheel
+	test -d $(OTHER) || $(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet torch==$(TORCH) \
+	  $$(grep -E '^(numpy|rich|matplotlib|pytest|expecttest|hypothesis)==' requirements.txt)
+	$(OTHER)/bin/python -m pip install --quiet --no-deps --force-reinstall dist/torch_hicache-*.whl
+	cmp $(LIBRARY) $$($(OTHER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/$(LIBRARY)
+	cd test && ../$(OTHER)/bin/pytest -c ../pyproject.toml --rootdir=.. .
+
+lint: build
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files --show-diff-on-failure
+
+asan: build
+	HICACHE_SANITIZE=1 HICACHE_BACKENDS=cpu $(BIN)/python setup.py --quiet build --build-lib build/asan
+	cd test && PYTHONPATH=$(CURDIR)/build/asan HICACHE_SANITIZED=1 \
+	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  ../$(BIN)/pytest -c ../pyproject.toml --rootdir=.. \
+	  test_transfer_kv.py test_indices.py test_errors.py test_fuzz.py
+
+bench: build
+	$(BIN)/python benchmark/bench_transfer_kv.py
+
+wheel: build
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	ls dist
+
+clean:
+	rm -rf build dist *.egg-info torch_hicache/*.so torch_hicache/_build.json
