@@ -1,7 +1,9 @@
 // What the host can do with indices that it can read: check their range, resolve duplicate
 // destinations, merge neighbours into runs, and refuse a call whose bytes overlap.
+#include <torch/csrc/stable/c/shim.h>
+
 #include <algorithm>
-#include <limits>
+#include <atomic>
 #include <sstream>
 #include <stdexcept>
 
@@ -17,21 +19,40 @@ namespace {
   throw std::out_of_range(text.str());
 }
 
+// A search for the first bad position, shared by the threads that check parts of the indices.
+struct RangeCheck {
+  const IndexView& indices;
+  int64_t slots;
+  std::atomic<int64_t> first_bad;
+};
+
 template <typename Index>
-void check_range(const IndexView& indices, int64_t num_entries, int64_t slots, const char* name) {
-  const Index* data = static_cast<const Index*>(indices.data);
-  for (int64_t i = 0; i < num_entries; ++i) {
-    const int64_t slot = data[i * indices.stride];
-    if (slot < -1 || slot >= slots)
-      throw_out_of_range(name, i, slot, slots);
-  }
+void check_part(int64_t begin, int64_t end, void* context) {
+  RangeCheck& check = *static_cast<RangeCheck*>(context);
+  const Index* data = static_cast<const Index*>(check.indices.data);
+  const int64_t stride = check.indices.stride, slots = check.slots;
+  bool is_bad = false;  // no branch in the loop, for the compiler's sake
+  for (int64_t i = begin; i < end; ++i)
+    is_bad |= data[i * stride] < -1 || data[i * stride] >= slots;
+  for (int64_t i = begin; is_bad && i < end; ++i)
+    if (data[i * stride] < -1 || data[i * stride] >= slots) {
+      int64_t known = check.first_bad;
+      while (i < known && !check.first_bad.compare_exchange_weak(known, i)) {
+      }
+      return;
+    }
 }
 
 void check_range(const IndexView& indices, int64_t num_entries, int64_t slots, const char* name) {
-  if (indices.is_int64)
-    check_range<int64_t>(indices, num_entries, slots, name);
+  constexpr int64_t kEntriesPerTask = int64_t{1} << 16;
+  RangeCheck check{indices, slots, {num_entries}};
+  const auto part = indices.is_int64 ? check_part<int64_t> : check_part<int32_t>;
+  if (num_entries <= kEntriesPerTask)
+    part(0, num_entries, &check);
   else
-    check_range<int32_t>(indices, num_entries, slots, name);
+    TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, num_entries, kEntriesPerTask, part, &check));
+  if (check.first_bad < num_entries)
+    throw_out_of_range(name, check.first_bad, indices[check.first_bad], slots);
 }
 
 // A set of slots: one bit a slot where that is small beside the work, else a hash table.
@@ -100,35 +121,6 @@ std::vector<bool> overwritten_entries(const TransferArgs& args) {
   return overwritten;
 }
 
-// Entries in the caller's order, neighbours merged whether they ascend or descend.
-void fill_runs(TransferArgs& args) {
-  const std::vector<bool> overwritten = overwritten_entries(args);
-  int step = 0;  // of the run being built: 0 while it has one entry
-  for (int64_t i = 0; i < args.num_entries; ++i) {
-    const int64_t dst_slot = args.dst_indices[i], src_slot = args.src_indices[i];
-    if (dst_slot < 0 || src_slot < 0 || (!overwritten.empty() && overwritten[i]))
-      continue;
-    ++args.num_run_entries;
-    if (!args.runs.empty()) {
-      SlotRun& run = args.runs.back();
-      if (step >= 0 && dst_slot == run.dst_slot + run.length && src_slot == run.src_slot + run.length) {
-        ++run.length;
-        step = 1;
-        continue;
-      }
-      if ((step < 0 || run.length == 1) && dst_slot == run.dst_slot - 1 && src_slot == run.src_slot - 1) {
-        --run.dst_slot;
-        --run.src_slot;
-        ++run.length;
-        step = -1;
-        continue;
-      }
-    }
-    args.runs.push_back({dst_slot, src_slot, 1});
-    step = 0;
-  }
-}
-
 // One contiguous piece of one side. Source and destination piece of one copy share `copy`.
 struct Piece {
   const char* begin;
@@ -186,11 +178,12 @@ bool extents_meet(std::vector<Extent> dst, std::vector<Extent> src) {
 void check_overlap(const TransferArgs& args) {
   if (!extents_meet(args.dst_extents, args.src_extents))
     return;
+  const std::vector<SlotRun> runs = slot_runs(args);
   std::vector<Piece> dst, src;
   int64_t copy = 0;
-  for (size_t r = 0; r < args.runs.size(); ++r)
+  for (size_t r = 0; r < runs.size(); ++r)
     for (const PlaneGroup& group : args.groups)
-      append_pieces(group, args.runs[r], static_cast<int64_t>(r), copy, dst, src);
+      append_pieces(group, runs[r], static_cast<int64_t>(r), copy, dst, src);
   const auto by_begin = [](const Piece& a, const Piece& b) { return a.begin < b.begin; };
   std::sort(dst.begin(), dst.end(), by_begin);
   std::sort(src.begin(), src.end(), by_begin);
@@ -203,7 +196,7 @@ void check_overlap(const TransferArgs& args) {
       const bool is_itself = dst[d].copy == s.copy && dst[d].begin == s.begin;
       if (is_itself || dst[d].end <= s.begin)
         continue;
-      const SlotRun &writer = args.runs[dst[d].run], &reader = args.runs[s.run];
+      const SlotRun &writer = runs[dst[d].run], &reader = runs[s.run];
       std::ostringstream text;
       text << "[transfer_kv] destination and source overlap: the call writes bytes that it also "
               "reads (dst slots "
@@ -222,25 +215,37 @@ void check_cpu_indices(TransferArgs& args) {
     check_range(args.dst_indices, args.num_entries, args.dst_slots, "dst_indices");
   if (args.src_indices.is_cpu)
     check_range(args.src_indices, args.num_entries, args.src_slots, "src_indices");
-  args.has_runs = args.dst_indices.is_cpu && args.src_indices.is_cpu;
-  if (!args.has_runs || args.groups.empty())
+  if (args.groups.empty())
     return;
-  fill_runs(args);
-  check_overlap(args);
+  if (args.dst_indices.is_cpu)
+    args.overwritten = overwritten_entries(args);
+  if (args.has_cpu_indices())
+    check_overlap(args);
 }
 
-std::vector<int64_t> checked_slots(const TransferArgs& args, bool is_dst) {
-  const IndexView& indices = is_dst ? args.dst_indices : args.src_indices;
-  std::vector<int64_t> slots(args.num_entries);
-  for (int64_t i = 0; i < args.num_entries; ++i)
-    slots[i] = indices[i];
-  if (!is_dst)
-    return slots;
-  const std::vector<bool> overwritten = overwritten_entries(args);
-  for (size_t i = 0; i < overwritten.size(); ++i)
-    if (overwritten[i])
-      slots[i] = -1;
-  return slots;
+std::vector<SlotRun> slot_runs(const TransferArgs& args) {
+  std::vector<SlotRun> runs;
+  int64_t step = 0;  // of the run being built: 0 while it has one entry
+  for_each_entry(args, 0, args.num_entries, [&](int64_t dst_slot, int64_t src_slot) {
+    if (!runs.empty()) {
+      SlotRun& run = runs.back();
+      if (step >= 0 && dst_slot == run.dst_slot + run.length && src_slot == run.src_slot + run.length) {
+        ++run.length;
+        step = 1;
+        return;
+      }
+      if (step <= 0 && dst_slot == run.dst_slot - 1 && src_slot == run.src_slot - 1) {
+        --run.dst_slot;
+        --run.src_slot;
+        ++run.length;
+        step = -1;
+        return;
+      }
+    }
+    runs.push_back({dst_slot, src_slot, 1});
+    step = 0;
+  });
+  return runs;
 }
 
 }  // namespace hicache

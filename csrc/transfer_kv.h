@@ -99,13 +99,6 @@ struct IndexView {
   }
 };
 
-// A maximal stretch of entries whose slots are consecutive on both sides.
-struct SlotRun {
-  int64_t dst_slot;
-  int64_t src_slot;
-  int64_t length;
-};
-
 // All that a backend needs to know of a call.
 struct TransferArgs {
   Device dst_device;
@@ -123,12 +116,8 @@ struct TransferArgs {
   int64_t num_entries = 0;  // a `count` on the CPU is already applied
   IndexView count;          // on the accelerator; data is null without one
 
-  // Filled where both index tensors are on the CPU (`has_runs`): in range, without padding, and
-  // of several entries with one destination only the last. No run's destination is a
-  // source of another.
-  bool has_runs = false;
-  std::vector<SlotRun> runs;
-  int64_t num_run_entries = 0;
+  // Entries (of indices on the CPU) whose destination a later entry writes again; empty without any.
+  std::vector<bool> overwritten;
 
   // The first tensor in host memory that the accelerator can't reach, such as "src[0]"; empty when it
   // reaches all. Addresses in `groups` are the accelerator's, but the host's for such tensors.
@@ -138,7 +127,13 @@ struct TransferArgs {
   int64_t max_blocks = 0;
 
   bool is_empty() const {
-    return groups.empty() || num_entries == 0 || (has_runs && runs.empty());
+    return groups.empty() || num_entries == 0;
+  }
+  bool has_cpu_indices() const {
+    return dst_indices.is_cpu && src_indices.is_cpu;
+  }
+  bool is_overwritten(int64_t entry) const {
+    return !overwritten.empty() && overwritten[entry];
   }
   int64_t bytes_per_entry() const {
     int64_t bytes = 0;
@@ -166,12 +161,34 @@ TransferArgs plan_transfer(const std::vector<Tensor>& dst, const std::vector<Ten
                            const HostMemoryMap* map = nullptr);
 
 // The second half of plan_transfer, in slot_runs.cpp: reads the indices that are on the CPU, checks
-// their ranges, fills `runs` and refuses overlap.
+// their ranges, fills `overwritten` and refuses overlap.
 void check_cpu_indices(TransferArgs& args);
 
-// One index tensor on the CPU whose partner is on the accelerator, already checked: its entries, with
-// -1 for padding and for destinations that a later entry overwrites.
-std::vector<int64_t> checked_slots(const TransferArgs& args, bool is_dst);
+// Calls visit(dst_slot, src_slot) for each entry that moves, in the caller's order; indices on the CPU.
+template <typename Visit>
+void for_each_entry(const TransferArgs& args, int64_t begin, int64_t end, const Visit& visit) {
+  const auto loop = [&](const auto& dst, const auto& src) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t dst_slot = dst[i], src_slot = src[i];
+      if (dst_slot >= 0 && src_slot >= 0 && !args.is_overwritten(i))
+        visit(dst_slot, src_slot);
+    }
+  };
+  const IndexView &dst = args.dst_indices, &src = args.src_indices;
+  if (dst.is_int64 && src.is_int64 && dst.stride == 1 && src.stride == 1)  // worth a loop of its own
+    loop(static_cast<const int64_t*>(dst.data), static_cast<const int64_t*>(src.data));
+  else
+    loop(dst, src);
+}
+
+// A maximal stretch of entries whose slots are neighbours on both sides, ascending or descending; `dst_slot`
+// and `src_slot` are the lowest.
+struct SlotRun {
+  int64_t dst_slot;
+  int64_t src_slot;
+  int64_t length;
+};
+std::vector<SlotRun> slot_runs(const TransferArgs& args);
 
 std::string device_name(const Device& device);
 

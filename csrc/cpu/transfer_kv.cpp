@@ -1,8 +1,8 @@
 // transfer_kv on the CPU: the implementation that runs anywhere, and the template for a backend.
 //
-// Work is a range of bytes of rows, cut evenly among torch's threads:
+// Work is a range of rows, cut evenly among torch's threads:
 //
-//   groups -> planes x loops ("strips") -> runs of slots -> rows -> bytes
+//   groups -> planes x loops ("strips") -> pieces of a large chunk -> entries
 #include <torch/csrc/stable/c/shim.h>
 
 #include <algorithm>
@@ -15,92 +15,116 @@ namespace {
 
 // Below this a second thread costs more than it saves (2-core x86, 2026-11-30).
 constexpr int64_t kBytesPerTask = int64_t{1} << 18;
+// Larger chunks are cut, so that a few of them keep all threads busy.
+constexpr int64_t kMaxPieceBytes = int64_t{1} << 20;
 constexpr int64_t kCacheLineBytes = 64;
 // Rows whose source is fetched ahead. Larger rows are streams that the hardware follows itself.
 constexpr int64_t kPrefetchRows = 8;
 constexpr int64_t kPrefetchMaxBytes = 2048;
+constexpr int64_t kBlockEntries = 512;
 
-// One group with its runs laid end to end: `first_row[r]` is where run r begins.
+// One group of a call. Row number r is entry r % entries of strip r / entries.
 struct Work {
+  const TransferArgs& args;
   const PlaneGroup& group;
-  const std::vector<SlotRun>& runs;
-  std::vector<int64_t> first_row;
-  int64_t strip_bytes;  // bytes of all rows of one plane at one position of the loops
+  int64_t pieces;       // of one chunk
+  int64_t piece_bytes;  // of all but the last
   bool is_merged;       // neighbouring slots are neighbouring bytes on both sides
 
-  Work(const PlaneGroup& plane_group, const std::vector<SlotRun>& slot_runs)
-      : group(plane_group), runs(slot_runs) {
-    first_row.reserve(runs.size() + 1);
-    int64_t rows = 0;
-    for (const SlotRun& run : runs) {
-      first_row.push_back(rows);
-      rows += run.length;
-    }
-    first_row.push_back(rows);
-    strip_bytes = rows * group.chunk_bytes;
-    is_merged =
-        group.dst_slot_stride_bytes == group.chunk_bytes && group.src_slot_stride_bytes == group.chunk_bytes;
+  Work(const TransferArgs& transfer_args, const PlaneGroup& plane_group)
+      : args(transfer_args), group(plane_group) {
+    pieces = (group.chunk_bytes + kMaxPieceBytes - 1) / kMaxPieceBytes;
+    piece_bytes = (group.chunk_bytes + pieces - 1) / pieces;
+    is_merged = pieces == 1 && group.dst_slot_stride_bytes == group.chunk_bytes &&
+                group.src_slot_stride_bytes == group.chunk_bytes;
   }
-  int64_t num_strips() const {
-    return static_cast<int64_t>(group.planes.size()) * group.chunks_per_plane();
+  int64_t num_rows() const {
+    return static_cast<int64_t>(group.planes.size()) * group.chunks_per_plane() * pieces * args.num_entries;
   }
 };
 
-PlaneAddress strip_base(const PlaneGroup& group, int64_t strip) {
+struct Strip {
+  char* dst;
+  const char* src;
+  int64_t row_bytes;
+};
+
+Strip strip_at(const Work& work, int64_t number) {
+  const PlaneGroup& group = work.group;
+  const int64_t first_byte = number % work.pieces * work.piece_bytes;
+  int64_t rest = number / work.pieces;
   const int64_t chunks = group.chunks_per_plane();
-  PlaneAddress base = group.planes[strip / chunks];
-  int64_t rest = strip % chunks;
+  const PlaneAddress& plane = group.planes[rest / chunks];
+  Strip strip{plane.dst + first_byte, plane.src + first_byte,
+              std::min(work.piece_bytes, group.chunk_bytes - first_byte)};
+  rest %= chunks;
   for (size_t k = group.loops.size(); k-- > 0;) {
     const Loop& loop = group.loops[k];
-    base.dst += rest % loop.size * loop.dst_stride_bytes;
-    base.src += rest % loop.size * loop.src_stride_bytes;
+    strip.dst += rest % loop.size * loop.dst_stride_bytes;
+    strip.src += rest % loop.size * loop.src_stride_bytes;
     rest /= loop.size;
   }
-  return base;
+  return strip;
 }
 
-void prefetch_row(const Work& work, const PlaneAddress& base, size_t run) {
-  if (run >= work.runs.size())
-    return;
-  const char* src = base.src + work.runs[run].src_slot * work.group.src_slot_stride_bytes;
-  const char* dst = base.dst + work.runs[run].dst_slot * work.group.dst_slot_stride_bytes;
-  for (int64_t at = 0; at < work.group.chunk_bytes; at += kCacheLineBytes) {
-    __builtin_prefetch(src + at, 0, 0);
-    __builtin_prefetch(dst + at, 1, 0);
+// Byte offsets of the entries of one block that move.
+struct Block {
+  int64_t size = 0;
+  int64_t dst[kBlockEntries];
+  int64_t src[kBlockEntries];
+};
+
+// How many entries from `first` on lie in one piece of memory on both sides, going up or down by `step`.
+int64_t run_length(const Block& block, int64_t first, int64_t step) {
+  int64_t length = 1;
+  while (first + length < block.size && block.dst[first + length] == block.dst[first] + length * step &&
+         block.src[first + length] == block.src[first] + length * step)
+    ++length;
+  return length;
+}
+
+void copy_block(const Strip& strip, const Block& block, bool is_merged) {
+  const bool prefetches = strip.row_bytes <= kPrefetchMaxBytes;
+  for (int64_t i = 0; i < block.size;) {
+    int64_t length = 1, lowest = i;
+    if (is_merged) {
+      length = run_length(block, i, strip.row_bytes);
+      if (length == 1)
+        length = run_length(block, i, -strip.row_bytes);
+      if (length > 1 && block.dst[i + 1] < block.dst[i])
+        lowest = i + length - 1;
+    }
+    if (prefetches && i + kPrefetchRows < block.size)
+      for (int64_t at = 0; at < strip.row_bytes; at += kCacheLineBytes)
+        __builtin_prefetch(strip.src + block.src[i + kPrefetchRows] + at, 0, 0);
+    std::memcpy(strip.dst + block.dst[lowest], strip.src + block.src[lowest], length * strip.row_bytes);
+    i += length;
   }
 }
 
-// Bytes [begin, end) of the rows of one strip.
-void copy_strip(const Work& work, const PlaneAddress& base, int64_t begin, int64_t end) {
-  const PlaneGroup& group = work.group;
-  const int64_t first = begin / group.chunk_bytes;
-  size_t r = std::upper_bound(work.first_row.begin(), work.first_row.end(), first) - work.first_row.begin() - 1;
-  const bool prefetches = group.chunk_bytes <= kPrefetchMaxBytes;
-  for (int64_t at = begin; at < end;) {
-    const SlotRun& run = work.runs[r];
-    const int64_t run_begin = work.first_row[r] * group.chunk_bytes;
-    const int64_t run_end = work.first_row[r + 1] * group.chunk_bytes;
-    const int64_t row = (at - run_begin) / group.chunk_bytes;
-    const int64_t in_row = (at - run_begin) % group.chunk_bytes;
-    const int64_t piece_end = work.is_merged ? run_end : at + group.chunk_bytes - in_row;
-    const int64_t bytes = std::min(piece_end, end) - at;
-    if (prefetches && run.length == 1)
-      prefetch_row(work, base, r + kPrefetchRows);
-    std::memcpy(base.dst + (run.dst_slot + row) * group.dst_slot_stride_bytes + in_row,
-                base.src + (run.src_slot + row) * group.src_slot_stride_bytes + in_row, bytes);
-    at += bytes;
-    if (at == run_end)
-      ++r;
+// Entries [begin, end) of one strip.
+void copy_strip(const Work& work, const Strip& strip, int64_t begin, int64_t end) {
+  const int64_t dst_stride = work.group.dst_slot_stride_bytes, src_stride = work.group.src_slot_stride_bytes;
+  Block block;
+  for (; begin < end; begin += kBlockEntries) {
+    block.size = 0;
+    for_each_entry(work.args, begin, std::min(begin + kBlockEntries, end),
+                   [&](int64_t dst_slot, int64_t src_slot) {
+                     block.dst[block.size] = dst_slot * dst_stride;
+                     block.src[block.size++] = src_slot * src_stride;
+                   });
+    copy_block(strip, block, work.is_merged);
   }
 }
 
-void copy_range(int64_t begin, int64_t end, void* context) {
+void copy_rows(int64_t begin, int64_t end, void* context) {
   const Work& work = *static_cast<const Work*>(context);
+  const int64_t entries = work.args.num_entries;
   while (begin < end) {
-    const int64_t strip = begin / work.strip_bytes, offset = begin % work.strip_bytes;
-    const int64_t bytes = std::min(end - begin, work.strip_bytes - offset);
-    copy_strip(work, strip_base(work.group, strip), offset, offset + bytes);
-    begin += bytes;
+    const int64_t first = begin % entries;
+    const int64_t count = std::min(end - begin, entries - first);
+    copy_strip(work, strip_at(work, begin / entries), first, first + count);
+    begin += count;
   }
 }
 
@@ -112,9 +136,9 @@ void transfer_kv_cpu(const std::vector<Tensor>& dst, const std::vector<Tensor>& 
   if (args.is_empty())
     return;
   for (const PlaneGroup& group : args.groups) {
-    Work work(group, args.runs);
-    TORCH_ERROR_CODE_CHECK(
-        torch_parallel_for(0, work.num_strips() * work.strip_bytes, kBytesPerTask, copy_range, &work));
+    Work work(args, group);
+    const int64_t rows_per_task = std::max<int64_t>(1, kBytesPerTask / work.piece_bytes);
+    TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, work.num_rows(), rows_per_task, copy_rows, &work));
   }
 }
 

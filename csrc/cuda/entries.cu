@@ -40,12 +40,17 @@ Tensor upload(const Tensor& pinned, int64_t elements, int32_t dtype, const Devic
 }
 
 template <typename Index>
-void expand_runs(const TransferArgs& args, Index* dst, Index* src) {
-  for (const SlotRun& run : args.runs)
-    for (int64_t i = 0; i < run.length; ++i) {
-      *dst++ = static_cast<Index>(run.dst_slot + i);
-      *src++ = static_cast<Index>(run.src_slot + i);
-    }
+void write_entries(const TransferArgs& args, Index* dst, Index* src) {
+  for_each_entry(args, 0, args.num_entries, [&](int64_t dst_slot, int64_t src_slot) {
+    *dst++ = static_cast<Index>(dst_slot);
+    *src++ = static_cast<Index>(src_slot);
+  });
+}
+
+int64_t count_entries(const TransferArgs& args) {
+  int64_t count = 0;
+  for_each_entry(args, 0, args.num_entries, [&](int64_t, int64_t) { ++count; });
+  return count;
 }
 
 bool fits_int32(const TransferArgs& args) {
@@ -53,23 +58,23 @@ bool fits_int32(const TransferArgs& args) {
   return args.dst_slots <= kMax && args.src_slots <= kMax;
 }
 
-void upload_runs(const TransferArgs& args, Entries& entries) {
-  const int64_t n = entries.num_entries = args.num_run_entries;
+void upload_entries(const TransferArgs& args, Entries& entries) {
+  const int64_t n = entries.num_entries = count_entries(args);
   const bool is_int64 = !fits_int32(args);
   if (n <= kMaxInlineEntries && !is_int64) {
     entries.inline_dst.resize(n);
     entries.inline_src.resize(n);
-    expand_runs(args, entries.inline_dst.data(), entries.inline_src.data());
+    write_entries(args, entries.inline_dst.data(), entries.inline_src.data());
     return;
   }
   const int32_t dtype = is_int64 ? aoti_torch_dtype_int64() : aoti_torch_dtype_int32();
   const Tensor pinned = empty_pinned(2 * n, dtype);
   if (is_int64) {
     auto* data = static_cast<int64_t*>(pinned.data_ptr());
-    expand_runs(args, data, data + n);
+    write_entries(args, data, data + n);
   } else {
     auto* data = static_cast<int32_t*>(pinned.data_ptr());
-    expand_runs(args, data, data + n);
+    write_entries(args, data, data + n);
   }
   const Tensor on_device = upload(pinned, 2 * n, dtype, args.device);
   const char* data = static_cast<const char*>(on_device.data_ptr());
@@ -78,12 +83,13 @@ void upload_runs(const TransferArgs& args, Entries& entries) {
   entries.scratch.push_back(on_device);
 }
 
-DeviceIndices upload_side(const TransferArgs& args, bool is_dst, Entries& entries) {
-  const std::vector<int64_t> slots = checked_slots(args, is_dst);
-  const int64_t n = static_cast<int64_t>(slots.size());
-  const Tensor pinned = empty_pinned(n, aoti_torch_dtype_int64());
-  std::copy(slots.begin(), slots.end(), static_cast<int64_t*>(pinned.data_ptr()));
-  entries.scratch.push_back(upload(pinned, n, aoti_torch_dtype_int64(), args.device));
+// One index tensor on the CPU, its partner on the device.
+DeviceIndices upload_side(const TransferArgs& args, const IndexView& indices, bool is_dst, Entries& entries) {
+  const Tensor pinned = empty_pinned(args.num_entries, aoti_torch_dtype_int64());
+  auto* slots = static_cast<int64_t*>(pinned.data_ptr());
+  for (int64_t i = 0; i < args.num_entries; ++i)
+    slots[i] = is_dst && args.is_overwritten(i) ? -1 : indices[i];
+  entries.scratch.push_back(upload(pinned, args.num_entries, aoti_torch_dtype_int64(), args.device));
   return {entries.scratch.back().data_ptr(), 1, true};
 }
 
@@ -122,13 +128,16 @@ int bits_of(int64_t value) {
 
 Entries device_entries(const TransferArgs& args) {
   Entries entries;
-  if (args.has_runs) {
-    upload_runs(args, entries);
+  if (args.has_cpu_indices()) {
+    upload_entries(args, entries);
     return entries;
   }
+  const auto on_device = [&](const IndexView& indices, bool is_dst) {
+    return indices.is_cpu ? upload_side(args, indices, is_dst, entries) : as_given(indices);
+  };
   entries.num_entries = args.num_entries;
-  entries.dst = args.dst_indices.is_cpu ? upload_side(args, true, entries) : as_given(args.dst_indices);
-  entries.src = args.src_indices.is_cpu ? upload_side(args, false, entries) : as_given(args.src_indices);
+  entries.dst = on_device(args.dst_indices, /*is_dst=*/true);
+  entries.src = on_device(args.src_indices, /*is_dst=*/false);
   if (args.count.data != nullptr)
     entries.count = as_given(args.count);
   return entries;

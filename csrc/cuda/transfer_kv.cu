@@ -119,14 +119,15 @@ bool sorting_pays(const TransferArgs& args, const Entries& entries, Direction di
       entries.num_entries > kMaxInt32 || std::max(args.dst_slots, args.src_slots) > kMaxInt32 ||
       entries.num_entries * args.bytes_per_entry() < kSortMinBytes)
     return false;
-  if (args.has_runs && args.num_run_entries >= kSortMaxRunLength * static_cast<int64_t>(args.runs.size()))
-    return false;
   int64_t row_bytes = 0, span_bytes = 0;
   for (const PlaneGroup& group : args.groups)
     row_bytes = std::max(row_bytes, host_row_bytes(group, by_dst));
   for (const Extent& extent : extents)
     span_bytes = std::max<int64_t>(span_bytes, extent.end - extent.begin);
-  return row_bytes < kSortMaxRowBytes && span_bytes >= kSortMinSpanBytes;
+  if (row_bytes >= kSortMaxRowBytes || span_bytes < kSortMinSpanBytes)
+    return false;
+  return !args.has_cpu_indices() ||
+         entries.num_entries < kSortMaxRunLength * static_cast<int64_t>(slot_runs(args).size());
 }
 
 void refuse_what_is_missing(const TransferArgs& args, bool capturing) {
@@ -187,6 +188,8 @@ void transfer_kv_cuda(const std::vector<Tensor>& dst, const std::vector<Tensor>&
   const Direction direction = direction_of(args);
   const ErrorSink errors = next_error_sink(args.device.index);
   Entries entries = device_entries(args);
+  if (entries.num_entries == 0)
+    return;
   if (sorting_pays(args, entries, direction))
     sort_entries(entries, args, errors, direction == Direction::kStore, stream);
   copy_groups(args, entries, direction, errors, stream);
