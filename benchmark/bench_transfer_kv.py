@@ -14,6 +14,7 @@ import ctypes
 import functools
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -76,6 +77,13 @@ class Pools:
 
     def store(self, **options: object) -> None:
         transfer_kv([self.host], [self.device], self.host_slots, self.device_slots, slot_dim=1, **options)
+
+
+def build(*command: str) -> ctypes.CDLL:
+    """A shared library of a source file in this folder; the last argument names it."""
+    source, library = Path(__file__).parent / command[-1], Path(tempfile.mkdtemp()) / "library.so"
+    subprocess.run([*command[:-1], "-O3", "-shared", "-o", library, source], check=True)
+    return ctypes.CDLL(str(library))
 
 
 def link_rates() -> dict[str, float]:
@@ -227,6 +235,17 @@ def bench_gemm(link: dict[str, float]) -> list[dict[str, object]]:
         pools.host.fill_(1)
         cases.append((f"kernel {row_bytes} B", "load", pools.load, pools.bytes))
         cases.append((f"kernel {row_bytes} B", "store", pools.store, pools.bytes))
+    if shutil.which("nvcc"):
+        library = build(
+            "nvcc", "-arch=native", "-cudart", "shared", "-Xcompiler", "-fPIC", "idle_blocks.cu"
+        )
+
+        def idle(blocks: int) -> None:
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            library.launch_idle(stream, blocks, ctypes.c_longlong(20_000_000))
+
+        for blocks in (1, 4, 8):
+            cases.append((f"{blocks} idle blocks", "load", functools.partial(idle, blocks), 0))
     results = []
     for name, direction, run, nbytes in cases:
         seconds = device_seconds(run, 3, 1)
@@ -309,14 +328,6 @@ def bench_host_time() -> list[dict[str, object]]:
     return results
 
 
-def build_baseline() -> ctypes.CDLL:
-    source = Path(__file__).parent / "row_copy_baseline.cpp"
-    library = Path(tempfile.mkdtemp()) / "baseline.so"
-    command = ["c++", "-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", source, "-o", library]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(library))
-
-
 def interleaved(runs: dict[str, Callable[[], object]], rounds: int = 9) -> dict[str, float]:
     """Median seconds of each, taken in turn so that all see the same noise."""
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -334,7 +345,7 @@ def bench_cpu() -> list[dict[str, object]]:
     total = GIB
     src = torch.empty(total, dtype=torch.uint8).fill_(1)
     dst = torch.empty(total, dtype=torch.uint8).fill_(2)
-    baseline = build_baseline()
+    baseline = build("c++", "-std=c++17", "-fPIC", "-pthread", "row_copy_baseline.cpp")
     generator = torch.Generator().manual_seed(0)
     for row_bytes, run_slots in ((1024, 64), (256, 1), (576, 1), (1152, 1), (4096, 1)):
         slots = total // row_bytes // run_slots * run_slots

@@ -5,8 +5,9 @@
 #include <thread>
 #include <vector>
 
-extern "C" void copy_rows_by_hand(char* dst, const char* src, const int64_t* dst_slots, const int64_t* src_slots,
-                                  int64_t rows, int64_t row_bytes, int64_t ahead, int threads) {
+extern "C" void copy_rows_by_hand(char* dst, const char* src, const int64_t* dst_slots,
+                                  const int64_t* src_slots, int64_t rows, int64_t row_bytes, int64_t ahead,
+                                  int threads) {
   const auto work = [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (ahead > 0 && i + ahead < end)

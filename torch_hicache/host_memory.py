@@ -30,7 +30,10 @@ class _PinnedMemory(mmap.mmap):
             raise MemoryError(f"[empty_host] the system gave no {nbytes:,} bytes: {error}.") from None
         memory._on_device = torch.empty(0, device=device)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        torch.ops.hicache.register_host_memory(memory._on_device, address, nbytes)
+        try:
+            torch.ops.hicache.register_host_memory(memory._on_device, address, nbytes)
+        except RuntimeError as error:
+            raise MemoryError(f"[empty_host] page-locking {nbytes:,} bytes failed: {error}") from None
         memory._address = address
         return memory
 

@@ -46,16 +46,8 @@ void register_host_memory(const Tensor& on_device, int64_t address, int64_t nbyt
   const torch::stable::accelerator::DeviceGuard guard(on_device.get_device_index());
   const RelaxedCapture relaxed;
   void* host = reinterpret_cast<void*>(address);
-  const cudaError_t status = cudaHostRegister(host, nbytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
-  if (status == cudaErrorMemoryAllocation) {
-    (void)cudaGetLastError();
-    std::ostringstream text;
-    text << "[empty_host] the CUDA runtime could not page-lock " << nbytes
-         << " bytes (cudaErrorMemoryAllocation); ask for less, or raise the limit on locked memory.";
-    // std::bad_alloc carries no text across torch's boundary.
-    throw std::runtime_error(text.str());
-  }
-  check_cuda(status, "cudaHostRegister");
+  check_cuda(cudaHostRegister(host, nbytes, cudaHostRegisterPortable | cudaHostRegisterMapped),
+             "cudaHostRegister");
   void* device = nullptr;
   const cudaError_t mapped = cudaHostGetDevicePointer(&device, host, 0);
   if (mapped != cudaSuccess)

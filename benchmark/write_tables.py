@@ -1,0 +1,112 @@
+"""Writes the tables of the README from results of bench_transfer_kv.py.
+
+python benchmark/write_tables.py benchmark/results/h200.json benchmark/results/cpu.json
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- tables: written by benchmark/write_tables.py -->", "<!-- end of tables -->"
+Row = dict[str, Any]
+
+
+def pairs(results: list[Row], section: str) -> dict[str, dict[str, Row]]:
+    """case -> direction -> row"""
+    found: dict[str, dict[str, Row]] = {}
+    for row in results:
+        if row["section"] == section:
+            found.setdefault(row["case"], {})[row.get("direction", "")] = row
+    return found
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def cell(row: Row | None, form: str) -> str:
+    return form.format(**row) if row else "-"
+
+
+def device_tables(record: Row) -> list[str]:
+    machine, link, results = record["machine"], record["link_gbps"], record["results"]
+    lines = [
+        f"One {machine['device']}, driver {machine['driver']}, torch {machine['torch']}, commit "
+        f"{machine['commit']}. CE is one cudaMemcpyAsync of 1 GiB pinned memory in the same run: "
+        f"{link['load']:.1f} GB/s load, {link['store']:.1f} GB/s store.",
+        "",
+        "`kernel` method, random slots, all planes in one call:",
+        "",
+    ]
+    for section, title in (("rows", "rows in a host pool of 0.5 GiB"), ("big_pool", "host pool, row")):
+        rows = [
+            [
+                case,
+                *(cell(of.get(way), "{gbps:.1f} GB/s, {of_link:.2f} of CE") for way in ("load", "store")),
+            ]
+            for case, of in pairs(results, section).items()
+        ]
+        lines += table([title, "load", "store"], rows)
+    rows = [
+        [
+            case,
+            *(
+                cell(of.get(way), "{gemm_slower:+.1%}, transfer {of_link:.2f} of CE")
+                for way in ("load", "store")
+            ),
+        ]
+        for case, of in pairs(results, "gemm").items()
+    ]
+    lines += [
+        "An 8192-cubed bf16 matrix product beside transfers of 1 GiB on a stream of high priority. A kernel "
+        "that only holds SMs, and moves nothing, costs this product something too (idle blocks):",
+        "",
+        *table(["transfer", "load: product slower by", "store"], rows),
+    ]
+    rows = [[row["case"], f"{row['us']:.1f}"] for row in results if row["section"] == "host"]
+    return [*lines, "Host time of a call, and latency:", "", *table(["call", "us"], rows)]
+
+
+def cpu_table(record: Row) -> list[str]:
+    machine = record["machine"]
+    rows = [
+        [
+            row["case"],
+            f"{row['gbps']:.1f}",
+            f"{row['of_memcpy']:.2f}",
+            f"{row['of_best_loop']:.2f}",
+            f"{row['x_torch_indexing']:.1f} x",
+        ]
+        for row in record["results"]
+        if row["section"] == "cpu"
+    ]
+    head = [
+        "rows of a 1 GiB pool",
+        "GB/s",
+        "of one memcpy",
+        "of the best hand-written loop",
+        "torch indexing",
+    ]
+    return [
+        f"CPU, {machine['threads']} threads, torch {machine['torch']}, commit {machine['commit']}:",
+        "",
+        *table(head, rows),
+    ]
+
+
+def main() -> int:
+    lines: list[str] = []
+    for path in sys.argv[1:]:
+        record = json.loads(Path(path).read_text())
+        lines += device_tables(record) if record["link_gbps"] else cpu_table(record)
+    text = README.read_text()
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    README.write_text(before + BEGIN + "\n\n" + "\n".join(lines) + "\n" + END + after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
