@@ -80,6 +80,14 @@ def cuda_arch_flags(archs: str) -> tuple[list[str], str]:
     return flags, ", ".join(names)
 
 
+def default_cuda_archs(nvcc: Path) -> str:
+    """Those of DEFAULT_CUDA_ARCHS that this nvcc knows: 10.0 and 12.0 came with 12.8."""
+    text = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
+    known = set(text.split())
+    wanted = DEFAULT_CUDA_ARCHS.split(";")
+    return ";".join(a for a in wanted if "compute_" + re.sub(r"\D", "", a) in known)
+
+
 def choose_backends() -> tuple[list[str], dict[str, str]]:
     """The backends to build, and why the others are not."""
     missing = {}
@@ -154,7 +162,7 @@ class NinjaFile:
         if nvcc is None:
             raise SystemExit("setup.py: nvcc was not found")
         version = nvcc_version(nvcc)
-        archs, names = cuda_arch_flags(os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_CUDA_ARCHS)
+        archs, names = cuda_arch_flags(os.environ.get("TORCH_CUDA_ARCH_LIST") or default_cuda_archs(nvcc))
         flags = (
             f"{self.common.replace('-isystem ', '-isystem=')} -DUSE_CUDA -O3 "
             f"-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra -lineinfo {' '.join(archs)}"

@@ -61,6 +61,22 @@ def host_seconds(run: Callable[[], object], repeats: int = 5, calls: int = 1) ->
     return median(times)
 
 
+def interleaved(
+    runs: dict[str, Callable[[], object]],
+    rounds: int = 9,
+    settle: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
+    """Median host seconds of each, taken in turn so that all see the same noise."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            settle()
+            begin = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - begin)
+    return {name: median(values) for name, values in times.items()}
+
+
 class Pools:
     """A host pool and a device pool of `planes` stacked planes, and random slots of both."""
 
@@ -266,77 +282,59 @@ def bench_gemm(link: dict[str, float]) -> list[dict[str, object]]:
 
 
 def bench_host_time() -> list[dict[str, object]]:
-    """Host time of a call that moves next to nothing, and the latency of one token."""
-    results = []
+    """Host time of a call that moves next to nothing, and the latency of one token.
+
+    All cases in turn, many rounds: the host's clock drifts by half within a minute.
+    """
     row_bytes, slots = 2048, 1024
     index = {"device": torch.arange(4, device="cuda"), "cpu": torch.arange(4)}
+    value = torch.zeros(8, device="cuda")
+    calls: dict[str, Callable[[], object]] = {"torch add_ (for comparison)": lambda: value.add_(1)}
 
-    def per_call(run: Callable[[], object]) -> float:
-        for _ in range(200):
+    def pool(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        host = torch_hicache.empty_host(shape, torch.uint8, "cuda")
+        return host, torch.empty(shape, dtype=torch.uint8, device="cuda")
+
+    for planes in (1, 16, 64):
+        host, device = pool(planes, slots, row_bytes)
+        for where, at in index.items():
+            run = functools.partial(transfer_kv, [device], [host], at, at, slot_dim=1)
+            calls[f"stack of {planes}, {where} indices"] = run
+    for planes in (16, 64):
+        pools = [pool(slots, row_bytes) for _ in range(planes)]
+        for where, at in index.items():
+            run = functools.partial(transfer_kv, [d for _, d in pools], [h for h, _ in pools], at, at)
+            calls[f"list of {planes}, {where} indices"] = run
+
+    completions: dict[str, Callable[[], object]] = {"torch add_ to completion": lambda: value.add_(1)}
+    host, device = pool(16, slots, row_bytes)
+    for where, at in index.items():
+        one = at[:1]
+        for name, dst, src in (("load", device, host), ("store", host, device)):
+            run = functools.partial(transfer_kv, [dst], [src], one, one, slot_dim=1)
+            completions[f"1 token x 16 planes {name} to completion, {where} indices"] = run
+
+    def many(run: Callable[[], object]) -> None:
+        for _ in range(50):
             run()
-        torch.cuda.synchronize()
-        times = []
-        for _ in range(20):
-            begin = time.perf_counter()
-            for _ in range(50):
-                run()
-            times.append((time.perf_counter() - begin) / 50)
-            torch.cuda.synchronize()
-        return median(times) * 1e6
 
-    def add(case: str, us: float) -> None:
-        results.append({"section": "host", "case": case, "us": us})
+    def complete(run: Callable[[], object]) -> None:
+        run()
+        torch.cuda.current_stream().synchronize()
 
     with torch.no_grad():
-        for where, at in index.items():
-            for planes in (1, 16, 64):
-                host = torch_hicache.empty_host((planes, slots, row_bytes), torch.uint8, "cuda")
-                device = torch.empty((planes, slots, row_bytes), dtype=torch.uint8, device="cuda")
-                add(
-                    f"stack of {planes}, {where} indices",
-                    per_call(lambda d=device, h=host, i=at: transfer_kv([d], [h], i, i, slot_dim=1)),
-                )
-            for planes in (16, 64):
-                hosts = [
-                    torch_hicache.empty_host((slots, row_bytes), torch.uint8, "cuda")
-                    for _ in range(planes)
-                ]
-                devices = [
-                    torch.empty((slots, row_bytes), dtype=torch.uint8, device="cuda")
-                    for _ in range(planes)
-                ]
-                add(
-                    f"list of {planes}, {where} indices",
-                    per_call(lambda d=devices, h=hosts, i=at: transfer_kv(d, h, i, i)),
-                )
-        value = torch.zeros(8, device="cuda")
-        add("torch add_ (for comparison)", per_call(lambda: value.add_(1)))
-
-        host = torch_hicache.empty_host((16, slots, row_bytes), torch.uint8, "cuda")
-        device = torch.empty((16, slots, row_bytes), dtype=torch.uint8, device="cuda")
-        for where, at in index.items():
-            one = at[:1]
-            for name, dst, src in (("load", device, host), ("store", host, device)):
-                times = []
-                for _ in range(300):
-                    torch.cuda.synchronize()
-                    begin = time.perf_counter()
-                    transfer_kv([dst], [src], one, one, slot_dim=1)
-                    torch.cuda.current_stream().synchronize()
-                    times.append(time.perf_counter() - begin)
-                add(f"1 token x 16 planes {name} to completion, {where} indices", median(times) * 1e6)
-    return results
-
-
-def interleaved(runs: dict[str, Callable[[], object]], rounds: int = 9) -> dict[str, float]:
-    """Median seconds of each, taken in turn so that all see the same noise."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            begin = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - begin)
-    return {name: median(values) for name, values in times.items()}
+        seconds = interleaved(
+            {case: functools.partial(many, run) for case, run in calls.items()},
+            60,
+            torch.cuda.synchronize,
+        )
+        latency = interleaved(
+            {case: functools.partial(complete, run) for case, run in completions.items()}, 400
+        )
+    return [
+        *({"section": "host", "case": case, "us": value / 50 * 1e6} for case, value in seconds.items()),
+        *({"section": "host", "case": case, "us": value * 1e6} for case, value in latency.items()),
+    ]
 
 
 def bench_cpu() -> list[dict[str, object]]:

@@ -61,8 +61,8 @@ def device_tables(record: Row) -> list[str]:
         for case, of in pairs(results, "gemm").items()
     ]
     lines += [
-        "An 8192-cubed bf16 matrix product beside transfers of 1 GiB on a stream of high priority. A kernel "
-        "that only holds SMs, and moves nothing, costs this product something too (idle blocks):",
+        "An 8192-cubed bf16 matrix product beside transfers of 1 GiB on a stream of high priority. A "
+        "kernel that only holds SMs, and moves nothing, costs this product something too (idle blocks):",
         "",
         *table(["transfer", "load: product slower by", "store"], rows),
     ]

@@ -13,7 +13,7 @@
 namespace hicache {
 
 // One launch that moves gigabytes holds its stream for as long; a decode step that waits behind it stalls.
-constexpr int64_t kMaxLaunchBytes = int64_t{1} << 26;
+constexpr int64_t kMaxLaunchBytes = int64_t{1} << 28;
 // Divisor is exact below 2^31, and a tile more must not wrap.
 constexpr int64_t kMaxLaunchUnits = int64_t{1} << 30;
 

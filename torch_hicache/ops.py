@@ -217,6 +217,10 @@ def _transfer_kv_fake(
     method: str = "auto",
     max_blocks: int = 0,
 ) -> None:
+    if torch._guards.TracingContext.try_get() is not None:  # a graph is being compiled
+        from torch_hicache import _inductor
+
+        _inductor.install()
     if method not in METHODS:
         _refuse(f"method must be 'auto', 'kernel', 'copy_engine' or 'staged', got '{method}'.")
     _check(max_blocks >= 0, f"max_blocks must be 0 or more, got {max_blocks}.")

@@ -14,7 +14,7 @@ namespace hicache {
 namespace {
 
 // Below this a second thread costs more than it saves (2-core x86, 2026-11-30).
-constexpr int64_t kBytesPerTask = int64_t{1} << 18;
+constexpr int64_t kBytesPerTask = int64_t{1} << 20;
 // Larger chunks are cut, so that a few of them keep all threads busy.
 constexpr int64_t kMaxPieceBytes = int64_t{1} << 20;
 constexpr int64_t kCacheLineBytes = 64;

@@ -1,0 +1,250 @@
+"""What torch.compile's inductor must know about `transfer_kv`; docs/compile.md has the whole story.
+
+Three remedies keep results right, one keeps inductor from copying pools. `install` is called by the
+fake kernel while a graph is being compiled: `import torch_hicache` stays free of inductor.
+
+All of this is private to torch. The first three are installed wherever their interfaces exist: they
+only add what inductor leaves out. The fourth is kept to the torch versions it was tested with; on
+others torch copies the pools, which is slow, and a warning says so.
+"""
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor.config
+from torch import Tensor
+from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, Node
+
+# The versions that test/test_compile*.py were run with.
+TESTED_TORCH = ("2.11", "2.13", "2.14")
+# HICACHE_COMPILE_HOOKS=force takes any other version for tested too.
+FORCE_VARIABLE = "HICACHE_COMPILE_HOOKS"
+
+
+def install() -> None:
+    """Install what is missing. Cheap when nothing is; also called when a user replaced a hook."""
+    _install_lowerings()
+    _add_pass("joint_custom_pre_pass", _RECORD, first=True)
+    _add_pass("post_grad_custom_post_pass", _KEEP_APART)
+    if _is_tested():
+        # Before the joint patterns, which must not pull a read over a transfer, and behind them:
+        # they may have renumbered.
+        _add_pass("joint_custom_pre_pass", _SEPARATE_REGIONS)
+        _add_pass("joint_custom_post_pass", _SEPARATE_REGIONS)
+
+
+@cache
+def _is_tested() -> bool:
+    version = ".".join(torch.__version__.split(".")[:2])
+    if version in TESTED_TORCH or os.environ.get(FORCE_VARIABLE) == "force":
+        return True
+    warnings.warn(
+        f"torch_hicache was not tested with compiled graphs of torch {torch.__version__} (tested: "
+        f"{', '.join(TESTED_TORCH)}). They may copy whole KV pools, which costs time and memory. "
+        f"{FORCE_VARIABLE}=force removes the copies all the same.",
+        stacklevel=2,
+    )
+    return False
+
+
+# --- Passes over the functional graph ------------------------------------------------------------
+
+
+class _Pass(CustomGraphPass):
+    """A function as a pass with an identity for inductor's cache.
+
+    The lowerings below are no part of a cache key, so that each identity covers the whole file.
+    """
+
+    def __init__(self, function: Callable[[Graph], None]) -> None:
+        self._function = function
+
+    def __call__(self, graph: Graph) -> None:
+        self._function(graph)
+
+    def uuid(self) -> tuple[str, str]:
+        return self._function.__name__, _file_digest()
+
+
+class _Chain(CustomGraphPass):
+    """Several passes in a hook of a torch that takes only one (before 2.13)."""
+
+    def __init__(self, passes: Sequence[Callable[[Graph], None]]) -> None:
+        self.passes = tuple(passes)
+
+    def __call__(self, graph: Graph) -> None:
+        for graph_pass in self.passes:
+            graph_pass(graph)
+
+    def uuid(self) -> tuple[Any, ...] | None:
+        """None, which turns the cache off, when one of the passes has no identity."""
+        uuids = tuple(getattr(graph_pass, "uuid", lambda: None)() for graph_pass in self.passes)
+        return None if None in uuids else uuids
+
+
+@cache
+def _file_digest() -> str:
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def _add_pass(hook: str, graph_pass: _Pass, *, first: bool = False) -> None:
+    """Add to what a user has in the same hook, first or last."""
+    current = getattr(torch._inductor.config, hook)
+    if isinstance(current, _Chain):
+        passes = current.passes
+    elif isinstance(current, list | tuple):
+        passes = tuple(current)
+    else:
+        passes = () if current is None else (current,)
+    if graph_pass in passes:
+        return
+    passes = (graph_pass, *passes) if first else (*passes, graph_pass)
+    takes_several = hasattr(custom_graph_pass, "get_custom_graph_passes")
+    value = passes[0] if len(passes) == 1 else passes if takes_several else _Chain(passes)
+    setattr(torch._inductor.config, hook, value)
+
+
+def _transfers(graph: Graph) -> list[Node]:
+    """The transfers of a functional graph: the op inside torch's wrapper for mutating ops."""
+    higher_order = torch.ops.higher_order
+    return [
+        node
+        for wrapper in (higher_order.auto_functionalized_v2, higher_order.auto_functionalized)
+        for node in graph.find_nodes(op="call_function", target=wrapper)
+        if node.args[0] is torch.ops.hicache.transfer_kv.default
+    ]
+
+
+def _separate_regions(graph: Graph) -> None:
+    """Let every transfer begin a new region, over whose border inductor moves nothing.
+
+    A functional graph has no order but that of its data. Inductor moves a read of the old pool
+    behind the transfer, finds both pools in use and copies the old one (reorder_for_locality).
+    """
+    from torch._inductor.pattern_matcher import is_mutation_op
+
+    borders = set(_transfers(graph))
+    if not borders:
+        return
+    region = 0
+    for node in graph.nodes:
+        region += node in borders or is_mutation_op(node)
+        node.meta["mutation_region_id"] = region
+
+
+# Positions, in _reads(), of the tensors that share no memory with what the transfer writes.
+_APART = "hicache_apart"
+
+
+def _reads(transfer: Node) -> list[Any]:
+    """What a transfer reads, in a fixed order."""
+    kwargs = transfer.kwargs
+    return [*kwargs["src"], kwargs["dst_indices"], kwargs["src_indices"], kwargs.get("count")]
+
+
+def _storage(node: Any) -> Any:
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def _written_storages(transfer: Node) -> set[Any]:
+    kwargs = transfer.kwargs
+    written = kwargs["_all_bases"] if "_all_bases" in kwargs else kwargs["dst"]
+    return {_storage(base) for base in written}
+
+
+def _record_apart(graph: Graph) -> None:
+    """Record what the program keeps apart, before inductor drops what looks like no work.
+
+    A clone of the pool as source looks so to inductor: it takes the pool itself, sees no later use of
+    its old contents and lets the transfer write what it still reads.
+    """
+    for transfer in _transfers(graph):
+        written = _written_storages(transfer)
+        transfer.meta[_APART] = [
+            position
+            for position, read in enumerate(_reads(transfer))
+            if _storage(read) not in written
+        ]
+
+
+def _keep_apart(graph: Graph) -> None:
+    """Give what the program kept apart, and inductor put together, a copy of its own again."""
+    for transfer in _transfers(graph):
+        written = _written_storages(transfer)
+        reads = _reads(transfer)
+        # Without a record all that shares memory is copied: right in any case.
+        together = [
+            position
+            for position in transfer.meta.get(_APART, range(len(reads)))
+            if _storage(reads[position]) in written
+        ]
+        for position in together:
+            read = reads[position]
+            with graph.inserting_before(transfer):
+                reads[position] = graph.call_function(torch.ops.aten.clone.default, (read,))
+            with read.meta["val"].fake_mode:
+                reads[position].meta["val"] = read.meta["val"].clone()
+        if together:
+            *src, dst_indices, src_indices, count = reads
+            indices = {"dst_indices": dst_indices, "src_indices": src_indices, "count": count}
+            transfer.kwargs = {**transfer.kwargs, "src": src, **indices}
+
+
+_RECORD = _Pass(_record_apart)
+_KEEP_APART = _Pass(_keep_apart)
+_SEPARATE_REGIONS = _Pass(_separate_regions)
+
+
+# --- Lowerings -----------------------------------------------------------------------------------
+
+
+@cache
+def _install_lowerings() -> None:
+    from torch._inductor import lowering
+
+    offset = torch.ops.aten.sym_storage_offset.default
+    if offset not in lowering.lowerings:
+        lowering.register_lowering(offset, type_promotion_kind=None)(_storage_offset)
+
+    # As inductor does by itself for an op that it meets without a lowering.
+    transfer = torch.ops.hicache.transfer_kv.default
+    tag = torch._library.utils.get_layout_constraint_tag(transfer, with_default=True)
+    constraint = lowering.tag_to_layout_constraint(tag)
+    lowering.make_fallback(transfer, constraint, warn=False)
+    fallback = lowering.lowerings[transfer]
+
+    def transfer_kv(*args: Any, **kwargs: Any) -> Any:
+        _realize_reads(args[0] if args else kwargs["dst"])
+        return fallback(*args, **kwargs)
+
+    lowering.lowerings[transfer] = transfer_kv
+
+
+def _storage_offset(_tensor: Any) -> Any:
+    """Torch has no lowering for it, and then takes 0: a view of layer 1 becomes one of layer 0."""
+    from torch._inductor.virtualized import V
+
+    value = V.graph.current_node.meta["val"]
+    return value.node.expr if isinstance(value, torch.SymInt) else int(value)
+
+
+def _realize_reads(dst: Sequence[Any]) -> None:
+    """Compute what reads a destination and is still pending, before the transfer is scheduled.
+
+    Inductor computes a pointwise read where its result is needed, which may be behind the transfer.
+    Torch's fallback asks for pending reads too, but after it has taken its own place in the order.
+    """
+    from torch._inductor.virtualized import V
+
+    for tensor in dst:
+        tensor.realize()
+        V.graph.mark_buffer_mutated(tensor.get_name())
