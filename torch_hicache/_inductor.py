@@ -30,10 +30,17 @@ FORCE_VARIABLE = "HICACHE_COMPILE_HOOKS"
 
 
 def install() -> None:
-    """Install what is missing. Cheap when nothing is; also called when a user replaced a hook."""
-    _install_lowerings()
-    _add_pass("joint_custom_pre_pass", _RECORD, first=True)
-    _add_pass("post_grad_custom_post_pass", _KEEP_APART)
+    """Install what is missing. Cheap when nothing is, so that a hook a user replaced comes back."""
+    try:
+        _install_lowerings()
+        _add_pass("joint_custom_pre_pass", _RECORD, first=True)
+        _add_pass("post_grad_custom_post_pass", _KEEP_APART)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"[transfer_kv] can't be compiled rightly with torch {torch.__version__}: {error}. "
+            "Keep it out of the graph (torch.compiler.disable), or use a tested torch: "
+            f"{', '.join(TESTED_TORCH)}."
+        ) from error
     if _is_tested():
         # Before the joint patterns, which must not pull a read over a transfer, and behind them:
         # they may have renumbered.
@@ -164,8 +171,8 @@ def _written_storages(transfer: Node) -> set[Any]:
 def _record_apart(graph: Graph) -> None:
     """Record what the program keeps apart, before inductor drops what looks like no work.
 
-    A clone of the pool as source looks so to inductor: it takes the pool itself, sees no later use of
-    its old contents and lets the transfer write what it still reads.
+    A clone of the pool as source looks so to inductor: it takes the pool itself, sees no later use
+    of its old contents and lets the transfer write what it still reads.
     """
     for transfer in _transfers(graph):
         written = _written_storages(transfer)
