@@ -1,0 +1,374 @@
+"""The two-tier cache: what hits, what moves, and that a wrong row is found wherever it is wrong."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_trace import real_trace
+
+import torch_hicache
+from torch_hicache import replay as replay_module
+from torch_hicache.layout import LAYOUTS, PlaneSpec
+from torch_hicache.models import MODELS, Model
+from torch_hicache.replay import Fingerprint, Replay, ReplayOptions, ReplayResult, Tier
+from torch_hicache.trace import BLOCK_TOKENS, Request, generate_trace, read_trace
+
+CUDA_LOADED = any(b.name == "cuda" and b.loaded for b in torch_hicache.backends())
+DEVICES = ["cpu", *(["cuda"] if CUDA_LOADED and torch.cuda.is_available() else [])]
+
+# V has an allocation of its own; the two planes of one shape share one.
+UNEVEN = Model(
+    "uneven",
+    "K wider than V",
+    3,
+    (
+        PlaneSpec("key", (2, 24), torch.bfloat16),
+        PlaneSpec("value", (2, 16), torch.bfloat16),
+        PlaneSpec("second_key", (2, 24), torch.bfloat16),
+    ),
+)
+
+
+def options_of(
+    device_blocks: int, host_blocks: int, model: Model = UNEVEN, **fields: Any
+) -> ReplayOptions:
+    """Pools of so many blocks, with a rest of bytes that holds no further one."""
+    fields = {"num_layers": 2, "block_tokens": 3} | fields
+    options = ReplayOptions(model=model, device_bytes=0, host_bytes=0, **fields)
+    block = options.block_bytes
+    return replace(
+        options,
+        device_bytes=device_blocks * block + block - 1,
+        host_bytes=host_blocks * block + block - 1,
+    )
+
+
+def asking(*prompts: Sequence[int]) -> list[Request]:
+    return [Request(0, len(ids) * BLOCK_TOKENS, 1, tuple(ids)) for ids in prompts]
+
+
+def run(options: ReplayOptions, requests: Sequence[Request]) -> ReplayResult:
+    return Replay(options).run(requests)
+
+
+def blocks_by_source(result: ReplayResult) -> list[tuple[int, int, int]]:
+    return [(record.blocks, record.device_hits, record.host_hits) for record in result.records]
+
+
+def moved_blocks(result: ReplayResult, options: ReplayOptions) -> list[tuple[int, int]]:
+    """(loaded, stored) of each request."""
+    return [
+        (r.load.num_bytes // options.block_bytes, r.store.num_bytes // options.block_bytes)
+        for r in result.records
+    ]
+
+
+@pytest.fixture
+def after_transfer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Installs a function that sees, and may spoil, each transfer of a replay."""
+
+    def install(hook: Callable[[list[torch.Tensor], torch.Tensor, int], None]) -> None:
+        calls = 0
+
+        def spoiled(dst: Any, src: Any, dst_indices: Any, src_indices: Any, **kwargs: Any) -> None:
+            nonlocal calls
+            torch_hicache.transfer_kv(dst, src, dst_indices, src_indices, **kwargs)
+            hook(dst, dst_indices, calls)
+            calls += 1
+
+        monkeypatch.setattr(replay_module, "transfer_kv", spoiled)
+
+    return install
+
+
+# --- What hits and what moves ----------------------------------------------------------------------
+
+
+def test_a_prefix_is_found_where_it_is() -> None:
+    options = options_of(4, 8)
+    result = run(
+        options,
+        asking(
+            [1, 2, 3],  # all new
+            [1, 2, 4],  # two on the device, one new: the pool is full
+            [5, 6],  # room is made by the leaves: 3 is the oldest, then 4
+            [1, 2, 3],  # 3 comes back from the host; 6 makes room
+            [1, 2, 9, 3],  # behind the missing 9 nothing is a hit, not even 3
+        ),
+    )
+    assert blocks_by_source(result) == [(3, 0, 0), (3, 2, 0), (2, 0, 0), (3, 2, 1), (4, 2, 0)]
+    assert moved_blocks(result, options) == [(0, 0), (0, 0), (0, 2), (1, 1), (0, 1)]
+    assert result.hit_rate("device") == 6 / 15
+    assert result.hit_rate("host") == 1 / 15
+    assert result.mismatches == 0
+
+
+def test_what_the_host_holds_is_not_stored_again() -> None:
+    options = options_of(2, 8)
+    result = run(options, asking([1, 2], [3, 4], [1, 2], [3, 4], [1, 2]))
+    assert moved_blocks(result, options) == [(0, 0), (0, 2), (2, 2), (2, 0), (2, 0)]
+
+
+def test_the_host_evicts_what_was_used_longest_ago() -> None:
+    options = options_of(1, 2)
+    result = run(options, asking([1], [2], [3], [1], [4], [1], [2]))
+    # Stored so far: 1, 2, 3 (2 goes: 1 was just loaded), then 4 (3 goes). 2 is nowhere at the end.
+    assert [record.host_hits for record in result.records] == [0, 0, 0, 1, 0, 1, 0]
+    assert result.blocks_dropped == 0
+
+
+def test_leaving_the_device_counts_as_a_use_of_the_hosts_copy() -> None:
+    options = options_of(2, 3)
+    # 1 is loaded by [1] and leaves again, without a store, for 6: it is younger then than 3 and 4.
+    result = run(options, asking([1, 2], [3, 4], [1], [5], [6], [7], [8], [1]))
+    assert moved_blocks(result, options)[4] == (0, 0)
+    assert [record.host_hits for record in result.records] == [0, 0, 1, 0, 0, 0, 0, 1]
+
+
+def test_a_request_longer_than_the_device_pool_keeps_its_first_blocks() -> None:
+    options = options_of(3, 4)
+    result = run(options, asking([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [7, 8, 9, 10], [1, 2, 3]))
+    assert result.blocks_uncached == 2 + 2 + 1
+    assert blocks_by_source(result) == [(5, 0, 0), (5, 3, 0), (4, 0, 0), (3, 0, 3)]
+    assert result.mismatches == 0
+
+
+def test_what_a_small_host_can_not_take_is_dropped() -> None:
+    options = options_of(4, 1)
+    result = run(options, asking([1, 2, 3, 4], [5, 6, 7, 8], [1, 2]))
+    assert result.blocks_dropped == 3 + 2  # the host's only page is in use when 7 and 8 go
+    # The first block of the prefix was the last used, so it is the one that was kept.
+    assert blocks_by_source(result)[2] == (2, 0, 1)
+
+
+def test_a_repeated_or_empty_prompt_does_no_harm() -> None:
+    options = options_of(4, 4)
+    result = run(options, asking([1, 1, 2], [], [1, 2, 1]))
+    assert blocks_by_source(result) == [(2, 0, 0), (0, 0, 0), (2, 2, 0)]
+
+
+def test_all_blocks_of_a_request_move_in_one_call(after_transfer: Callable[..., None]) -> None:
+    entries: list[int] = []
+    after_transfer(lambda dst, dst_indices, call: entries.append(len(dst_indices)))
+    run(options_of(6, 20), asking(range(6), range(10, 16), range(6)))
+    assert entries == [1, 1, 6, 6, 6]  # the warm-up's two, a store, a store, a load
+
+
+def test_a_tier_never_evicts_what_it_must_keep() -> None:
+    rng = random.Random(5)
+    tier = Tier(12)
+    order: list[int] = []  # a model of the tier, oldest first
+    for step in range(2000):
+        keep = set(rng.sample(range(40), 9))
+        wanted = rng.randint(0, 3)
+        evicted = [block for block, _ in tier.make_room(wanted, keep=keep)]
+        missing = max(0, wanted - (12 - len(order)))
+        assert evicted == [block for block in order if block not in keep][:missing], step
+        order = [block for block in order if block not in evicted]
+        for block in rng.sample(sorted(keep), min(wanted, tier.num_free)):
+            if block not in tier.pages:
+                tier.add(block)
+                order.append(block)
+        for block in sorted(keep & tier.pages.keys()):
+            tier.touch(block)
+            order.remove(block)
+            order.append(block)
+        assert list(tier.pages) == order
+        assert len({*tier.pages.values()}) == len(order)
+        assert tier.num_free == 12 - len(order)
+
+
+def test_free_pages_go_out_in_runs() -> None:
+    tier = Tier(8)
+    assert [tier.add(block) for block in range(8)] == list(range(8))
+    for block in (6, 1, 0, 7):  # the others are evicted: pages 2, 3, 4, 5
+        tier.touch(block)
+    for block in (5, 2, 4, 3):
+        tier.pages.move_to_end(block, last=False)
+    tier.make_room(4, keep=set())
+    assert [tier.add(block) for block in range(10, 14)] == [2, 3, 4, 5]
+
+
+# --- Every restored row is right --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", [*MODELS.values(), UNEVEN], ids=lambda model: model.name)
+def test_rows_survive_the_host(model: Model, layout: str, device: str) -> None:
+    options = options_of(40, 90, model, layout=layout, device=torch.device(device))
+    result = run(options, generate_trace(150, seed=2))
+    loads = result.moved("load")
+    assert loads.num_bytes > 50 * options.block_bytes
+    rows_in_block = 2 * 3 * len(model.planes)
+    assert result.total("rows_verified") == loads.num_bytes // options.block_bytes * rows_in_block
+    assert (result.mismatches, result.first_mismatch) == (0, "")
+    assert loads.gbps > 0
+    assert result.moved("store").gbps > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+def test_rows_survive_the_host_by_slot(layout: str, device: str) -> None:
+    options = options_of(40, 90, layout=layout, unit="slot", device=torch.device(device))
+    result = run(options, generate_trace(150, seed=2))
+    assert result.total("rows_verified") > 0
+    assert result.mismatches == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_real_trace_replays(device: str) -> None:
+    options = options_of(2000, 8000, MODELS["mla_fp8"], device=torch.device(device))
+    result = run(options, read_trace(real_trace()))
+    assert len(result.records) == 3000
+    assert result.total("rows_verified") > 50_000
+    assert result.mismatches == 0
+
+
+# --- A wrong row is found ---------------------------------------------------------------------------
+
+# The host's rows of a stored page, [pages, page_size, heads, dim] of layer 1 of the first plane, as
+# bytes, and what happens to them: how many rows are wrong then.
+SPOILERS: dict[str, tuple[Callable[[torch.Tensor], object], int]] = {
+    "one bit": (lambda rows: rows[0, 0, 0, 0].bitwise_xor_(0x10), 1),
+    "the last byte": (lambda rows: rows[0, -1, -1, -1].bitwise_xor_(0x80), 1),
+    "a row of zeros": (lambda rows: rows[0, 1].zero_(), 1),
+    "a page of zeros": (lambda rows: rows[0].zero_(), 3),
+    "two rows swapped": (lambda rows: rows[0, :2].copy_(rows[0, :2].flip(0).clone()), 2),
+    "a row shifted": (lambda rows: rows[0, 2].copy_(rows[0, 2].roll(8, -1)), 1),
+    "a row of another block": (lambda rows: rows[0, 1].copy_(rows[1, 1]), 1),
+    "half of another row": (lambda rows: rows[0, 1, 0].copy_(rows[0, 2, 0]), 1),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", SPOILERS)
+def test_a_spoiled_host_row_is_a_mismatch(
+    name: str, device: str, after_transfer: Callable[..., None]
+) -> None:
+    spoil, num_wrong = SPOILERS[name]
+
+    def hook(dst: list[torch.Tensor], dst_indices: torch.Tensor, call: int) -> None:
+        if call == 2:  # the first store, behind the warm-up's two transfers
+            if device == "cuda":
+                torch.cuda.synchronize()
+            rows = dst[0][0, 1].view(torch.uint8)[dst_indices]
+            spoil(rows)
+            dst[0][0, 1].view(torch.uint8)[dst_indices] = rows
+
+    after_transfer(hook)
+    options = options_of(2, 8, device=torch.device(device))
+    result = run(options, asking([11, 12], [13, 14], [11, 12]))
+    assert result.mismatches == num_wrong
+    assert result.first_mismatch.startswith("block 1")
+    assert ", key, layer 1, token " in result.first_mismatch
+    assert result.total("rows_verified") == 2 * 2 * 3 * 3
+
+
+def test_a_load_that_moves_nothing_is_all_mismatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    def store_only(dst: Any, src: Any, *args: Any, **kwargs: Any) -> None:
+        if dst[0].shape[2] != 2:  # only the device pool has two pages
+            torch_hicache.transfer_kv(dst, src, *args, **kwargs)
+
+    monkeypatch.setattr(replay_module, "transfer_kv", store_only)
+    result = run(options_of(2, 8), asking([11, 12], [13, 14], [11, 12]))
+    assert result.mismatches == result.total("rows_verified") == 36
+
+
+def test_the_place_of_the_first_mismatch_is_told(after_transfer: Callable[..., None]) -> None:
+    def hook(dst: list[torch.Tensor], dst_indices: torch.Tensor, call: int) -> None:
+        if call == 2:
+            value = dst[1].view(torch.uint8)  # V: [1, layers, pages, tokens, heads, bytes]
+            value[0, 1, dst_indices[1], 2, 1, 5] ^= 1
+
+    after_transfer(hook)
+    # The evicted are stored oldest first: the last block of the prefix, then the first.
+    result = run(options_of(2, 8), asking([11, 12], [13, 14], [11, 12]))
+    assert result.first_mismatch == "block 11, value, layer 1, token 2"
+    assert result.mismatches == 1
+
+
+def test_fingerprints_differ_wherever_they_should() -> None:
+    options = options_of(4, 4, num_layers=3, block_tokens=5)
+    words = Fingerprint(2, 96, options).words([0, 1, 2**62, 2**63 - 1])
+    assert words.shape == (2, 3, 4, 5, 12)  # planes, layers, blocks, tokens, words of a row
+    assert words.unique().numel() == words.numel()
+    assert bool((words.view(torch.uint8) != 0).all())
+    assert torch.equal(words[:, :, 2:], Fingerprint(2, 96, options).words([2**62, 2**63 - 1]))
+    other_seed = Fingerprint(2, 96, replace(options, seed=1)).words([0])
+    assert not bool((other_seed == words[:, :, :1]).any())
+
+
+def test_the_mix_is_splitmix64() -> None:
+    def reference(value: int) -> int:
+        mask = 2**64 - 1
+        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        value = (value ^ (value >> 27)) * 0x94D049BB133111EB & mask
+        return value ^ (value >> 31)
+
+    values = [0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF]
+    mixed = replay_module._mix(torch.tensor(values)).tolist()
+    assert [value % 2**64 for value in mixed] == [reference(value % 2**64) for value in values]
+
+
+# --- Interrupts and refusals ------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_keeps_what_it_has() -> None:
+    def interrupted() -> Iterator[Request]:
+        yield from asking([1, 2], [3], [1])
+        raise KeyboardInterrupt
+
+    result = Replay(options_of(2, 4)).run(interrupted())
+    assert result.interrupted
+    assert blocks_by_source(result) == [(2, 0, 0), (1, 0, 0), (1, 1, 0)]
+    assert result.seconds > 0
+
+
+def test_progress_is_told_after_each_request() -> None:
+    served: list[int] = []
+    requests = asking([1], [2], [3])
+    Replay(options_of(2, 4)).run(requests, on_served=lambda r: served.append(len(r.records)))
+    assert served == [1, 2, 3]
+
+
+def test_a_pool_below_one_block_is_refused() -> None:
+    options = options_of(2, 2)
+    for tier in ("device", "host"):
+        small = replace(options, **{f"{tier}_bytes": options.block_bytes - 1})
+        with pytest.raises(
+            ValueError, match=rf"^\[replay\] {tier}_bytes must hold a block of 1,536 bytes"
+        ):
+            Replay(small)
+
+
+def test_pools_larger_than_the_memory_are_refused_before_anything_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = options_of(2, 3)
+    wanted = 5 * options.block_bytes
+    monkeypatch.setattr(replay_module, "available_memory", lambda: wanted)
+    Replay(options)
+    monkeypatch.setattr(replay_module, "available_memory", lambda: wanted - 1)
+    monkeypatch.setattr(replay_module, "empty_host", None)
+    with pytest.raises(MemoryError, match=r"need 7,680 bytes, 7,679 are free\.$"):
+        Replay(options)
+
+
+def test_rows_of_odd_bytes_are_refused() -> None:
+    odd = Model("odd", "", 1, (PlaneSpec("key", (1, 7), torch.bfloat16),))
+    with pytest.raises(ValueError, match=r"rows must be multiples of 8 bytes, got 14\."):
+        Replay(options_of(2, 2, odd))
+
+
+def test_a_layout_without_slots_refuses_slots() -> None:
+    with pytest.raises(ValueError, match="page_head is addressable by page only"):
+        Replay(options_of(2, 2, layout="page_head", unit="slot"))
+
+
+def test_a_method_that_the_device_lacks_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="method 'copy_engine' needs an accelerator"):
+        Replay(options_of(2, 2, method="copy_engine"))

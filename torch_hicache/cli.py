@@ -1,0 +1,412 @@
+"""The command `hicache`: arguments, what is printed, exit codes. Others do the work.
+
+Exit codes: 0, 1 when a restored row was wrong, 2 for a bad argument or trace, 130 after Ctrl-C.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import torch_hicache
+from torch_hicache.info import collect_info, cpu_name
+from torch_hicache.layout import LAYOUTS, UNITS
+from torch_hicache.models import MODELS
+from torch_hicache.ops import METHODS
+from torch_hicache.plot import check_plot, draw_replay
+from torch_hicache.replay import Replay, ReplayOptions, ReplayResult
+from torch_hicache.trace import BLOCK_TOKENS, Request, generate_trace, read_trace
+
+_GENERATED_REQUESTS = 3000
+_BAR_WIDTH = 32
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = _parser()
+    try:
+        arguments = parser.parse_args(argv)
+        if arguments.command is None:
+            parser.print_help(sys.stderr)
+            return 2
+        run: Callable[[argparse.Namespace], int] = arguments.run
+        code = run(arguments)
+        sys.stdout.flush()
+        return code
+    except SystemExit as exit_request:  # argparse's way to end
+        return int(exit_request.code or 0)
+    except KeyboardInterrupt:
+        print(f"[{arguments.command}] interrupted before there was a result.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+# --- Arguments ------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        tag = self.prog.split()[-1]
+        self.exit(2, f"[{tag}] {message.rstrip('.')}. See '{self.prog} --help'.\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="hicache", description=torch_hicache.__doc__, allow_abbrev=False)
+    version = f"hicache {torch_hicache.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(dest="command", metavar="{replay,info}")
+    _add_replay(commands)
+    info = commands.add_parser("info", help="versions, backends, devices, links")
+    info.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    info.set_defaults(run=_run_info)
+    return parser
+
+
+def _add_replay(commands: Any) -> None:
+    models = "\n".join(
+        f"  {model.name:10} {model.num_layers} layers; {model.description}" for model in MODELS.values()
+    )
+    replay = commands.add_parser(
+        "replay",
+        help="drive a two-tier prefix cache with a serving trace and verify every restored row",
+        description="Drive a two-tier prefix cache (device pool, host pool, LRU) with a serving "
+        "trace. Bytes move through transfer_kv, and every restored row is verified.",
+        epilog=f"models:\n{models}",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = replay.add_argument
+    add("trace", nargs="?", metavar="TRACE.jsonl", help="default: a built-in generator")
+    add("--model", choices=MODELS, default="gqa_8b", help="shapes (default gqa_8b)")
+    add("--layers", type=_layers, default=4, metavar="N", help="layers kept (4), or 'all'")
+    add(
+        "--block-tokens",
+        type=_block_tokens,
+        default=4,
+        metavar="N",
+        help=f"tokens kept of each {BLOCK_TOKENS}-token block of the trace (4)",
+    )
+    add("--device-bytes", type=_size, default="128M", metavar="SIZE", help="device pool (128M)")
+    add("--host-bytes", type=_size, default="1G", metavar="SIZE", help="host pool (1G)")
+    add("--layout", choices=LAYOUTS, default="layer_first", help="of the host pool (layer_first)")
+    add("--unit", choices=UNITS, default="page", help="what an index addresses (page)")
+    add("--device", default="auto", metavar="auto|cpu|cuda[:N]", help="where to run (auto)")
+    add("--method", choices=METHODS, default="auto", help="of transfer_kv (auto)")
+    add(
+        "--requests",
+        type=_positive,
+        metavar="N",
+        help=f"the first N of the trace (all), or how many to generate ({_GENERATED_REQUESTS})",
+    )
+    add("--seed", type=_seed, default=0, metavar="N", help="of generator and fingerprints (0)")
+    add("--json", action="store_true", help="one JSON object on stdout, and nothing else there")
+    add("--plot", type=Path, metavar="out.png", help="draw hit rates and transfers (matplotlib)")
+    replay.set_defaults(run=_run_replay)
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of 1 or more, got '{text}'")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"must be an integer of 0 or more, got '{text}'")
+    return int(text)
+
+
+def _layers(text: str) -> int | None:
+    """None stands for all layers of the model."""
+    return None if text == "all" else _positive(text)
+
+
+def _block_tokens(text: str) -> int:
+    tokens = _positive(text)
+    if tokens > BLOCK_TOKENS:
+        raise argparse.ArgumentTypeError(f"must be at most {BLOCK_TOKENS}, got {tokens}")
+    return tokens
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([KMGT]?)(?:I?B)?", text.strip().upper())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"must be a size such as 512M or 2G, got '{text}'")
+    return size
+
+
+def _device(name: str) -> torch.device:
+    """The device to run on. Only a usable one: a missing backend says how to get it."""
+    match = re.fullmatch(r"auto|cpu|cuda(?::([0-9]{1,4}))?", name)
+    if not match:
+        raise ValueError(f"[replay] --device must be auto, cpu, cuda or cuda:N, got '{name}'.")
+    if name == "cpu":
+        return torch.device("cpu")
+    backend = _backend_of("cuda")
+    if not torch.cuda.is_available() or not backend.loaded:
+        if name == "auto":
+            if torch.cuda.is_available():
+                print(f"[replay] on the CPU: {_why_missing(backend)}", file=sys.stderr)
+            return torch.device("cpu")
+        why = "torch finds no usable device (see hicache info)."
+        raise ValueError(f"[replay] --device {name}: {why if backend.loaded else _why_missing(backend)}")
+    index = int(match[1]) if match[1] else torch.cuda.current_device()
+    if index >= torch.cuda.device_count():
+        raise ValueError(
+            f"[replay] --device {name}: torch sees {torch.cuda.device_count()} CUDA device(s)."
+        )
+    return torch.device("cuda", index)
+
+
+def _backend_of(device_type: str) -> torch_hicache.Backend:
+    """A ROCm torch calls its devices cuda as well."""
+    name = "hip" if device_type == "cuda" and torch.version.hip else device_type
+    return next(backend for backend in torch_hicache.backends() if backend.name == name)
+
+
+def _why_missing(backend: torch_hicache.Backend) -> str:
+    return f"the {backend.name} backend is not loaded: {backend.reason}. To get it, {backend.remedy}."
+
+
+# --- hicache replay -------------------------------------------------------------------------------
+
+
+def _run_replay(arguments: argparse.Namespace) -> int:
+    try:
+        options = _replay_options(arguments)
+        if arguments.plot:
+            check_plot(arguments.plot)
+        requests = _requests(arguments)
+        replay = Replay(options)
+    except (ValueError, MemoryError, RuntimeError) as error:
+        # Of RuntimeErrors: a device without that much memory, a method that it does not have.
+        text = str(error).partition("\n")[0]
+        print(text if text.startswith("[") else f"[replay] {text}", file=sys.stderr)
+        return 2
+    with _progress(requests) as on_served:
+        result = replay.run(requests, on_served=on_served)
+    run = _what_was_run(arguments, options)
+    if arguments.json:
+        print(json.dumps(_summary(result) | run))
+    else:
+        _print_result(result, run)
+    if arguments.plot and result.records:
+        draw_replay(result, arguments.plot, title=f"{run['model']} on {run['device']}")
+    if result.mismatches:
+        print(
+            f"[replay] {result.mismatches} restored rows are wrong, the first: {result.first_mismatch}.",
+            file=sys.stderr,
+        )
+        return 1
+    return 130 if result.interrupted else 0
+
+
+def _requests(arguments: argparse.Namespace) -> list[Request]:
+    if arguments.trace is not None:
+        return read_trace(arguments.trace, limit=arguments.requests)
+    return generate_trace(arguments.requests or _GENERATED_REQUESTS, seed=arguments.seed)
+
+
+def _replay_options(arguments: argparse.Namespace) -> ReplayOptions:
+    model = MODELS[arguments.model]
+    num_layers = arguments.layers or model.num_layers
+    if num_layers > model.num_layers:
+        raise ValueError(
+            f"[replay] --layers must be at most {model.num_layers} for {model.name}, got {num_layers}."
+        )
+    return ReplayOptions(
+        model=model,
+        num_layers=num_layers,
+        block_tokens=arguments.block_tokens,
+        device_bytes=arguments.device_bytes,
+        host_bytes=arguments.host_bytes,
+        layout=arguments.layout,
+        unit=arguments.unit,
+        device=_device(arguments.device),
+        method=arguments.method,
+        seed=arguments.seed,
+    )
+
+
+@contextmanager
+def _progress(requests: list[Request]) -> Iterator[Callable[[ReplayResult], None] | None]:
+    """A bar on stderr, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (
+        TextColumn("replay"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("replay", total=len(requests), note="")
+
+        def on_served(result: ReplayResult) -> None:
+            note = f"[red]{result.mismatches} wrong rows" if result.mismatches else ""
+            progress.update(task, completed=len(result.records), note=note)
+
+        yield on_served
+
+
+def _summary(result: ReplayResult) -> dict[str, Any]:
+    load, store = result.moved("load"), result.moved("store")
+    return {
+        "requests": len(result.records),
+        "blocks": result.total("blocks"),
+        "hit_rate_device": result.hit_rate("device"),
+        "hit_rate_host": result.hit_rate("host"),
+        "bytes_loaded": load.num_bytes,
+        "bytes_stored": store.num_bytes,
+        "gbps_load": load.gbps,
+        "gbps_store": store.gbps,
+        "rows_verified": result.total("rows_verified"),
+        "mismatches": result.mismatches,
+        "first_mismatch": result.first_mismatch,
+        "blocks_uncached": result.blocks_uncached,
+        "blocks_dropped": result.blocks_dropped,
+        "seconds": result.seconds,
+        "interrupted": result.interrupted,
+    }
+
+
+def _what_was_run(arguments: argparse.Namespace, options: ReplayOptions) -> dict[str, Any]:
+    is_cpu = options.device.type == "cpu"
+    return {
+        "device": cpu_name() if is_cpu else torch.cuda.get_device_name(options.device),
+        "backend": _backend_of(options.device.type).name,
+        "torch": torch.__version__,
+        "torch_hicache": torch_hicache.__version__,
+        "trace": arguments.trace,
+        "model": options.model.name,
+        "layout": options.layout,
+        "method": options.method,
+        "options": {
+            "device": str(options.device),
+            "layers": options.num_layers,
+            "block_tokens": options.block_tokens,
+            "block_bytes": options.block_bytes,
+            "device_bytes": options.device_bytes,
+            "host_bytes": options.host_bytes,
+            "unit": options.unit,
+            "requests": arguments.requests,
+            "seed": options.seed,
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def _print_result(result: ReplayResult, run: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    options = run["options"]
+    trace = run["trace"] or f"the built-in generator, seed {options['seed']}"
+    # Also a file name that is no text can be shown.
+    trace = os.fsencode(trace).decode(errors="replace")
+    table = Table(show_header=False, box=None, padding=(0, 2), title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(overflow="fold")
+    seconds = f"in {result.seconds:.1f} s" + (", interrupted" if result.interrupted else "")
+    table.add_row("requests", f"{len(result.records):,}", seconds)
+    tokens = f"of {BLOCK_TOKENS} tokens, {options['block_tokens']} of them kept"
+    table.add_row("prompt blocks", f"{result.total('blocks'):,}", tokens)
+    device, host = result.hit_rate("device"), result.hit_rate("host")
+    rest = 1 - device - host if result.records else 0.0
+    for name, share, color in (
+        ("  device hits", device, "green"),
+        ("  host hits", host, "yellow"),
+        ("  prefilled", rest, "bright_black"),
+    ):
+        table.add_row(name, f"{share:.1%}", _bar(console, share, color))
+    for name in ("load", "store"):
+        moved = result.moved(name)
+        way = "host to device" if name == "load" else "device to host"
+        rate = f"at {moved.gbps:.2f} GB/s, {way}" if moved.num_bytes else f"{way}"
+        table.add_row(name, _readable(moved.num_bytes), rate)
+    table.add_row("rows verified", f"{result.total('rows_verified'):,}", _rows_note(result))
+    color = "red" if result.mismatches else "green"
+    table.add_row("mismatches", f"[{color}]{result.mismatches:,}[/]")
+    if result.blocks_uncached:
+        table.add_row("not cached", f"{result.blocks_uncached:,}", "blocks beyond the device pool")
+    if result.blocks_dropped:
+        table.add_row("dropped", f"{result.blocks_dropped:,}", "blocks that the host had no room for")
+    console.print(f"hicache replay of {trace}", style="bold", markup=False, soft_wrap=True)
+    console.print(
+        f"{run['model']}, {options['layers']} layers, {_readable(options['block_bytes'])} a block; "
+        f"device pool {_readable(options['device_bytes'])}, "
+        f"host pool {_readable(options['host_bytes'])} {run['layout']}; "
+        f"method {run['method']}; {options['device']}: {run['device']}, torch {run['torch']}\n",
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(table)
+
+
+def _rows_note(result: ReplayResult) -> str:
+    if result.total("rows_verified"):
+        return "each against its fingerprint"
+    return "nothing came back from the host: try more requests or a smaller device pool"
+
+
+def _bar(console: Console, share: float, color: str) -> str:
+    block = "█" if console.encoding.lower().startswith("utf") else "#"
+    return f"[{color}]{block * round(share * _BAR_WIDTH)}[/]"
+
+
+def _readable(num_bytes: float) -> str:
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024:
+            break
+        num_bytes, unit = num_bytes / 1024, larger
+    return f"{num_bytes:.0f} {unit}" if num_bytes == int(num_bytes) else f"{num_bytes:.2f} {unit}"
+
+
+# --- hicache info ---------------------------------------------------------------------------------
+
+
+def _run_info(arguments: argparse.Namespace) -> int:
+    info = collect_info()
+    if arguments.json:
+        print(json.dumps(info))
+        return 0
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    names = {"cuda_of_torch": "CUDA of torch", "hip_of_torch": "HIP of torch"}
+    for name, value in info["versions"].items():
+        label = names.get(name, name.replace("_", " "))
+        console.print(f"{label:15} {value or 'none'}")
+    for backend in info["backends"]:
+        state = "loaded" if backend["loaded"] else f"not loaded: {backend['reason']}"
+        console.print(f"\nbackend {backend['name']} (key {backend['key']}): {state}")
+        if not backend["loaded"]:
+            console.print(f"  to get it: {backend['remedy']}")
+        for name, value in backend["details"].items():
+            console.print(f"  {name.replace('_', ' ')}: {value}")
+        if backend["name"] == "cuda":
+            console.print(f"  {info['cuda_build']}")
+    console.print("\ndevices")
+    for device in info["devices"]:
+        label = device["type"] if device["type"] == "cpu" else f"{device['type']}:{device['index']}"
+        parts = [device["name"], device["memory"], device["link"] or "link not reported"]
+        console.print(f"  {label}: {', '.join(parts[: 2 if device['type'] == 'cpu' else 3])}")
+    if len(info["devices"]) == 1:
+        console.print("  no NVIDIA device was found")
+    return 0

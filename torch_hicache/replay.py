@@ -1,0 +1,417 @@
+"""A two-tier prefix cache, driven by a serving trace, whose bytes move through transfer_kv.
+
+    device pool   layer_first   blocks that requests use            LRU
+        | store (evicted)  ^ load (found in the host pool only)
+    host pool     any layout    blocks that the device evicted      LRU
+
+Prefill is played by writing fingerprints: bytes that tell block, plane, layer, token and position,
+so that a row which was lost, torn, shifted or swapped can't pass. Every row that comes back from the
+host is compared with its fingerprint, on the device.
+
+A block is 512 prompt tokens of the trace. The pools keep `block_tokens` of them, to scale the work
+down, and a block is a page of both pools. Generated tokens are not cached: the trace has no ids for
+them.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torch_hicache.host_memory import empty_host
+from torch_hicache.info import available_memory
+from torch_hicache.layout import PlaneSpec, PoolShape
+from torch_hicache.models import Model
+from torch_hicache.ops import check_errors, transfer_kv
+from torch_hicache.trace import Request
+
+_POISON = 0xA5  # what pools hold before anything is written
+_CHECK_BYTES = 16 << 20  # compared at once: bounds the temporaries of a check
+_HOST, _DEVICE = "host", "device"
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What to run. Bytes are exact budgets: a pool holds as many whole blocks as fit."""
+
+    model: Model
+    num_layers: int
+    block_tokens: int
+    device_bytes: int
+    host_bytes: int
+    layout: str = "layer_first"
+    unit: str = "page"
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    method: str = "auto"
+    seed: int = 0
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_tokens * self.num_layers * self.model.token_layer_bytes
+
+
+@dataclass
+class Moved:
+    """Bytes through transfer_kv in one direction, and the seconds that took."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def gbps(self) -> float:
+        """1e9 bytes a second; 0 when nothing moved."""
+        return self.num_bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+
+@dataclass
+class RequestRecord:
+    """One served request: its prompt blocks by where they came from, and what was moved for it."""
+
+    blocks: int = 0
+    device_hits: int = 0
+    host_hits: int = 0
+    rows_verified: int = 0
+    load: Moved = field(default_factory=Moved)
+    store: Moved = field(default_factory=Moved)
+
+
+@dataclass
+class ReplayResult:
+    """The sums of a replay. Hit rates are shares of all prompt blocks that were requested."""
+
+    records: list[RequestRecord] = field(default_factory=list)
+    mismatches: int = 0
+    first_mismatch: str = ""
+    blocks_uncached: int = 0  # of requests longer than the device pool: served, but not kept
+    blocks_dropped: int = 0  # evicted from the device when the host pool had no room for them
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    def total(self, name: str) -> int:
+        return sum(getattr(record, name) for record in self.records)
+
+    def hit_rate(self, tier: str) -> float:
+        return self.total(f"{tier}_hits") / max(1, self.total("blocks"))
+
+    def moved(self, direction: str) -> Moved:
+        parts = [getattr(record, direction) for record in self.records]
+        return Moved(sum(p.num_bytes for p in parts), sum(p.seconds for p in parts))
+
+
+class Tier:
+    """The blocks of one pool and the pages they lie in, least recently used first."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.pages: OrderedDict[int, int] = OrderedDict()  # block id -> page
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    def touch(self, block: int) -> None:
+        self.pages.move_to_end(block)
+
+    def add(self, block: int) -> int:
+        """Give the block a free page. There must be one: see make_room."""
+        page = self._free.pop()
+        self.pages[block] = page
+        return page
+
+    def make_room(self, wanted: int, *, keep: set[int]) -> list[tuple[int, int]]:
+        """Evict old blocks, never those of `keep`, until `wanted` pages are free or none is left.
+
+        Returns (block, page) of the evicted.
+        """
+        missing = wanted - len(self._free)
+        evicted: list[tuple[int, int]] = []
+        for block, page in self.pages.items():
+            if len(evicted) >= missing:
+                break
+            if block not in keep:
+                evicted.append((block, page))
+        for block, page in evicted:
+            del self.pages[block]
+            self._free.append(page)
+        self._free.sort(reverse=True)  # neighbouring pages go out together: longer runs
+        return evicted
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+
+class Pools:
+    """The two pools' memory, transfers between them and the fingerprints in them, all by page."""
+
+    def __init__(self, options: ReplayOptions) -> None:
+        self._options = options
+        self.num_pages = {}
+        for tier, budget in ((_DEVICE, options.device_bytes), (_HOST, options.host_bytes)):
+            self.num_pages[tier] = budget // options.block_bytes
+            if not self.num_pages[tier]:
+                raise ValueError(
+                    f"[replay] {tier}_bytes must hold a block of {options.block_bytes:,} bytes "
+                    f"({options.num_layers} layers, {options.block_tokens} tokens of "
+                    f"{options.model.token_layer_bytes:,} bytes), got {budget:,}."
+                )
+        self._check_memory()
+        self._groups = _plane_groups(options.model.planes)
+        self._fingerprints = [
+            Fingerprint(len(group), group[0].row_bytes, options) for group in self._groups
+        ]
+        self._views: dict[str, list[Tensor]] = {_DEVICE: [], _HOST: []}
+        self._words: list[Tensor] = []  # device pool as int64 [planes, layers, pages, tokens, words]
+        for group in self._groups:
+            self._allocate(group)
+        self._clock = _Clock(options.device)
+        # The first call of a process pays for loading kernels. Refusals come here too.
+        for direction in ("store", "load"):
+            self.move(direction, [0], [0], Moved())
+        self.settle()
+
+    def _check_memory(self) -> None:
+        """Refuse before anything is allocated what would only be killed later."""
+        tiers = (_DEVICE, _HOST) if self._options.device.type == "cpu" else (_HOST,)
+        wanted = sum(self.num_pages[tier] for tier in tiers) * self._options.block_bytes
+        free = available_memory()
+        if wanted > free:
+            raise MemoryError(
+                f"[replay] the pools in host memory need {wanted:,} bytes, {free:,} are free."
+            )
+
+    def _allocate(self, group: Sequence[PlaneSpec]) -> None:
+        options, spec = self._options, group[0]
+        for tier, layout in ((_DEVICE, "layer_first"), (_HOST, options.layout)):
+            num_slots = self.num_pages[tier] * options.block_tokens
+            shape = PoolShape(layout, options.num_layers, num_slots, options.block_tokens, spec.row_shape)
+            sizes = (len(group), *shape.base_shape)
+            if tier == _HOST:
+                base = empty_host(sizes, spec.dtype, options.device)
+            else:
+                base = torch.empty(sizes, dtype=spec.dtype, device=options.device)
+            # Touches every page of memory, so that no transfer is timed with page faults in it.
+            base.view(torch.uint8).fill_(_POISON)
+            self._views[tier].append(shape.stack(base, unit=options.unit))
+            if tier == _DEVICE:
+                words = shape.stack(base, unit="page").flatten(4)
+                self._words.append(words.view(torch.int64))
+
+    def move(self, direction: str, device_pages: list[int], host_pages: list[int], moved: Moved) -> None:
+        """Store or load pages, all in one call, and add bytes and time to `moved`."""
+        device_indices, host_indices = self._indices(device_pages), self._indices(host_pages)
+        pools = (self._views[_DEVICE], self._views[_HOST], device_indices, host_indices)
+        if direction == "store":
+            pools = (self._views[_HOST], self._views[_DEVICE], host_indices, device_indices)
+        with self._clock.measure(moved):
+            transfer_kv(*pools, slot_dim=2, method=self._options.method)
+        moved.num_bytes += len(device_pages) * self._options.block_bytes
+
+    def _indices(self, pages: list[int]) -> Tensor:
+        indices = torch.tensor(pages, dtype=torch.int64)
+        if self._options.unit == "page":
+            return indices
+        page_size = self._options.block_tokens
+        return (indices.unsqueeze(1) * page_size + torch.arange(page_size)).flatten()
+
+    def prefill(self, blocks: list[int], pages: list[int]) -> None:
+        """Write the fingerprints of blocks into device pages."""
+        for words, fingerprint in zip(self._words, self._fingerprints, strict=True):
+            for start, stop, part in _page_runs(pages, len(pages)):
+                fingerprint.words(blocks[part], out=words[:, :, start:stop])
+
+    def verify(self, blocks: list[int], pages: list[int], result: ReplayResult) -> int:
+        """Compare device pages with the fingerprints of their blocks; returns how many rows.
+
+        Waits for the device.
+        """
+        num_rows = 0
+        longest = max(1, _CHECK_BYTES // self._options.block_bytes)
+        for group, words, fingerprint in zip(self._groups, self._words, self._fingerprints, strict=True):
+            for start, stop, part in _page_runs(pages, longest):
+                found, wanted = words[:, :, start:stop], fingerprint.words(blocks[part])
+                num_rows += found[..., 0].numel()
+                if not torch.equal(found, wanted):
+                    bad_rows = (found != wanted).any(-1).nonzero()
+                    result.mismatches += len(bad_rows)
+                    if not result.first_mismatch:
+                        plane, layer, page, token = bad_rows[0].tolist()
+                        result.first_mismatch = (
+                            f"block {blocks[part][page]}, {group[plane].name}, layer {layer}, "
+                            f"token {token}"
+                        )
+        self._clock.settle()
+        return num_rows
+
+    def settle(self) -> None:
+        """Wait for the device, read its clock and raise what it recorded."""
+        self._clock.settle()
+        check_errors(self._options.device)
+
+
+class Fingerprint:
+    """The bytes that a row must hold: a hash of what it is, mixed with a word for each position.
+
+    Each byte has its lowest bit set, by the position's word alone: no byte is ever zero.
+    """
+
+    _LOW_BITS = 0x0101010101010101
+
+    def __init__(self, num_planes: int, row_bytes: int, options: ReplayOptions) -> None:
+        if row_bytes % 8:
+            raise ValueError(f"[replay] rows must be multiples of 8 bytes, got {row_bytes}.")
+        shape = (num_planes, options.num_layers, 1, options.block_tokens)
+        generator = torch.Generator().manual_seed(options.seed)
+        bounds = torch.iinfo(torch.int64)
+        place = torch.randint(bounds.min, bounds.max, shape, generator=generator)
+        position = torch.randint(bounds.min, bounds.max, (row_bytes // 8,), generator=generator)
+        self._place = place.to(options.device)
+        self._position = (position | self._LOW_BITS).to(options.device)
+
+    def words(self, blocks: list[int], *, out: Tensor | None = None) -> Tensor:
+        """int64 [planes, layers, blocks, tokens, words of a row]."""
+        ids = torch.tensor(blocks, dtype=torch.int64).view(-1, 1).to(self._place.device)
+        rows = _mix(_mix(ids) ^ self._place) & ~self._LOW_BITS
+        return torch.bitwise_xor(rows.unsqueeze(-1), self._position, out=out)
+
+
+class Replay:
+    """Serves requests one after the other; `run` may be interrupted with Ctrl-C."""
+
+    def __init__(self, options: ReplayOptions) -> None:
+        self._pools = Pools(options)
+        self._device = Tier(self._pools.num_pages[_DEVICE])
+        self._host = Tier(self._pools.num_pages[_HOST])
+
+    def run(
+        self,
+        requests: Iterable[Request],
+        *,
+        on_served: Callable[[ReplayResult], None] | None = None,
+    ) -> ReplayResult:
+        result = ReplayResult()
+        started = time.perf_counter()
+        try:
+            for request in requests:
+                self._serve(request, result)
+                if on_served:
+                    on_served(result)
+        except KeyboardInterrupt:
+            result.interrupted = True
+        self._pools.settle()
+        result.seconds = time.perf_counter() - started
+        return result
+
+    def _serve(self, request: Request, result: ReplayResult) -> None:
+        """Blocks of this request are in `keep`: no tier evicts them before it is done.
+
+        A request longer than the device pool keeps only as many first blocks as fit there.
+        """
+        requested = list(dict.fromkeys(request.hash_ids))
+        blocks = requested[: self._device.num_pages]
+        keep = set(blocks)
+        cached = next(
+            (
+                i
+                for i, block in enumerate(blocks)
+                if block not in self._device.pages and block not in self._host.pages
+            ),
+            len(blocks),
+        )
+        # Behind the first missing block nothing is a hit: a prefix ends there.
+        loaded = [block for block in blocks[:cached] if block not in self._device.pages]
+        new = [block for block in blocks[cached:] if block not in self._device.pages]
+        record = RequestRecord(
+            blocks=len(requested), device_hits=cached - len(loaded), host_hits=len(loaded)
+        )
+        self._evict(len(loaded) + len(new), keep, record, result)
+        if loaded:
+            host_pages = [self._host.pages[block] for block in loaded]
+            device_pages = [self._device.add(block) for block in loaded]
+            self._pools.move("load", device_pages, host_pages, record.load)
+            record.rows_verified = self._pools.verify(loaded, device_pages, result)
+        for block in new:
+            self._device.add(block)
+        if prefilled := blocks[cached:]:
+            self._pools.prefill(prefilled, [self._device.pages[block] for block in prefilled])
+        # The last block of a prefix is of no use without the first: it is to go first.
+        for block in reversed(blocks):
+            for tier in (self._device, self._host):
+                if block in tier.pages:
+                    tier.touch(block)
+        result.blocks_uncached += len(requested) - len(blocks)
+        result.records.append(record)
+
+    def _evict(self, wanted: int, keep: set[int], record: RequestRecord, result: ReplayResult) -> None:
+        """Make room in the device pool; what the host does not hold yet is stored there first."""
+        evicted = self._device.make_room(wanted, keep=keep)
+        for block, _ in evicted:
+            if block in self._host.pages:
+                self._host.touch(block)
+        unsaved = [(block, page) for block, page in evicted if block not in self._host.pages]
+        self._host.make_room(len(unsaved), keep=keep)
+        # Too small a host pool takes the most recently used of them.
+        kept = unsaved[max(0, len(unsaved) - self._host.num_free) :]
+        result.blocks_dropped += len(unsaved) - len(kept)
+        if kept:
+            host_pages = [self._host.add(block) for block, _ in kept]
+            self._pools.move("store", [page for _, page in kept], host_pages, record.store)
+
+
+class _Clock:
+    """Times transfers: by events on an accelerator's stream, by the wall on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pending: list[tuple[Moved, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measure(self, moved: Moved) -> Iterator[None]:
+        if self._device.type == "cpu":
+            started = time.perf_counter()
+            yield
+            moved.seconds += time.perf_counter() - started
+            return
+        stream = torch.cuda.current_stream(self._device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(stream)
+        yield
+        end.record(stream)
+        self._pending.append((moved, start, end))
+
+    def settle(self) -> None:
+        """Wait for what was measured and add its time."""
+        for moved, start, end in self._pending:
+            end.synchronize()
+            moved.seconds += start.elapsed_time(end) / 1e3
+        self._pending.clear()
+
+
+def _plane_groups(planes: Sequence[PlaneSpec]) -> list[list[PlaneSpec]]:
+    """Planes of one row shape and dtype share an allocation, as K and V do in SGLang's pools."""
+    groups: dict[tuple[object, ...], list[PlaneSpec]] = {}
+    for plane in planes:
+        groups.setdefault((plane.row_shape, plane.dtype), []).append(plane)
+    return list(groups.values())
+
+
+def _page_runs(pages: list[int], longest: int) -> Iterator[tuple[int, int, slice]]:
+    """(first page, page behind the last, their place in `pages`) of neighbours that ascend."""
+    start = 0
+    for i in range(1, len(pages) + 1):
+        if i == len(pages) or pages[i] != pages[i - 1] + 1 or i - start == longest:
+            yield pages[start], pages[i - 1] + 1, slice(start, i)
+            start = i
+
+
+def _mix(values: Tensor) -> Tensor:
+    """splitmix64's finaliser: no two values of int64 give the same."""
+    values = (values ^ _shift(values, 30)) * -0x40A7B892E31B1A47
+    values = (values ^ _shift(values, 27)) * -0x6B2FB644ECCEEE15
+    return values ^ _shift(values, 31)
+
+
+def _shift(values: Tensor, bits: int) -> Tensor:
+    """To the right, with zeros coming in: torch's own shift of int64 repeats the sign."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
