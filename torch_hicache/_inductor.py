@@ -147,8 +147,9 @@ def _separate_regions(graph: Graph) -> None:
         node.meta["mutation_region_id"] = region
 
 
-# Positions, in _reads(), of the tensors that share no memory with what the transfer writes.
+# What the program said before inductor's passes: see _record_apart.
 _APART = "hicache_apart"
+_GEOMETRY = "hicache_geometry"
 
 
 def _reads(transfer: Node) -> list[Any]:
@@ -157,53 +158,81 @@ def _reads(transfer: Node) -> list[Any]:
     return [*kwargs["src"], kwargs["dst_indices"], kwargs["src_indices"], kwargs.get("count")]
 
 
+def _bases(transfer: Node) -> list[Any]:
+    """What a transfer writes: the tensors that the planes of `dst` are views of."""
+    kwargs = transfer.kwargs
+    return list(kwargs["_all_bases"] if "_all_bases" in kwargs else kwargs["dst"])
+
+
 def _storage(node: Any) -> Any:
     value = node.meta.get("val") if isinstance(node, Node) else None
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
-def _written_storages(transfer: Node) -> set[Any]:
-    kwargs = transfer.kwargs
-    written = kwargs["_all_bases"] if "_all_bases" in kwargs else kwargs["dst"]
-    return {_storage(base) for base in written}
+def _geometry(node: Node) -> tuple[Any, Any]:
+    value = node.meta["val"]
+    return value.storage_offset(), value.untyped_storage().nbytes()
+
+
+def _insert_clone(node: Node, before: Node) -> Node:
+    graph = before.graph
+    with graph.inserting_before(before):
+        clone = graph.call_function(torch.ops.aten.clone.default, (node,))
+    with node.meta["val"].fake_mode:
+        clone.meta["val"] = node.meta["val"].clone()
+    return clone
 
 
 def _record_apart(graph: Graph) -> None:
     """Record what the program keeps apart, before inductor drops what looks like no work.
 
     A clone of the pool as source looks so to inductor: it takes the pool itself, sees no later use
-    of its old contents and lets the transfer write what it still reads.
+    of its old contents and lets the transfer write what it still reads. A copy as destination too:
+    it takes the original, whose place in its storage the views of the copy know nothing of.
     """
     for transfer in _transfers(graph):
-        written = _written_storages(transfer)
+        written = {_storage(base) for base in _bases(transfer)}
         transfer.meta[_APART] = [
-            position
-            for position, read in enumerate(_reads(transfer))
-            if _storage(read) not in written
+            position for position, read in enumerate(_reads(transfer)) if _storage(read) not in written
         ]
+        transfer.meta[_GEOMETRY] = [_geometry(base) for base in _bases(transfer)]
 
 
 def _keep_apart(graph: Graph) -> None:
     """Give what the program kept apart, and inductor put together, a copy of its own again."""
     for transfer in _transfers(graph):
-        written = _written_storages(transfer)
-        reads = _reads(transfer)
-        # Without a record all that shares memory is copied: right in any case.
-        together = [
-            position
-            for position in transfer.meta.get(_APART, range(len(reads)))
-            if _storage(reads[position]) in written
-        ]
-        for position in together:
-            read = reads[position]
-            with graph.inserting_before(transfer):
-                reads[position] = graph.call_function(torch.ops.aten.clone.default, (read,))
-            with read.meta["val"].fake_mode:
-                reads[position].meta["val"] = read.meta["val"].clone()
-        if together:
-            *src, dst_indices, src_indices, count = reads
-            indices = {"dst_indices": dst_indices, "src_indices": src_indices, "count": count}
-            transfer.kwargs = {**transfer.kwargs, "src": src, **indices}
+        _keep_bases(transfer)
+        _keep_reads(transfer)
+
+
+def _keep_bases(transfer: Node) -> None:
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if "_all_bases" not in transfer.kwargs or _GEOMETRY not in transfer.meta:
+        return
+    bases = _bases(transfer)
+    for position, recorded in enumerate(transfer.meta[_GEOMETRY]):
+        now = _geometry(bases[position])
+        if not all(statically_known_true(a == b) for a, b in zip(recorded, now, strict=True)):
+            bases[position] = _insert_clone(bases[position], transfer)
+            transfer.kwargs = {**transfer.kwargs, "_all_bases": bases}
+
+
+def _keep_reads(transfer: Node) -> None:
+    written = {_storage(base) for base in _bases(transfer)}
+    reads = _reads(transfer)
+    # Without a record all that shares memory is copied: right in any case.
+    together = [
+        position
+        for position in transfer.meta.get(_APART, range(len(reads)))
+        if _storage(reads[position]) in written
+    ]
+    for position in together:
+        reads[position] = _insert_clone(reads[position], transfer)
+    if together:
+        *src, dst_indices, src_indices, count = reads
+        indices = {"dst_indices": dst_indices, "src_indices": src_indices, "count": count}
+        transfer.kwargs = {**transfer.kwargs, "src": src, **indices}
 
 
 _RECORD = _Pass(_record_apart)
