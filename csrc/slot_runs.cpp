@@ -4,19 +4,17 @@
 
 #include <algorithm>
 #include <atomic>
-#include <sstream>
 #include <stdexcept>
 
+#include "text.h"
 #include "transfer_kv.h"
 
 namespace hicache {
 namespace {
 
 [[noreturn]] void throw_out_of_range(const char* name, int64_t position, int64_t value, int64_t slots) {
-  std::ostringstream text;
-  text << "[transfer_kv] " << name << "[" << position << "] is " << value << ", out of range for " << slots
-       << " slots (-1 skips an entry).";
-  throw std::out_of_range(text.str());
+  throw std::out_of_range(concat("[transfer_kv] ", name, "[", position, "] is ", value, ", out of range for ",
+                                 slots, " slots (-1 skips an entry)."));
 }
 
 // A search for the first bad position, shared by the threads that check parts of the indices.
@@ -197,13 +195,10 @@ void check_overlap(const TransferArgs& args) {
       if (is_itself || dst[d].end <= s.begin)
         continue;
       const SlotRun &writer = runs[dst[d].run], &reader = runs[s.run];
-      std::ostringstream text;
-      text << "[transfer_kv] destination and source overlap: the call writes bytes that it also "
-              "reads (dst slots "
-           << writer.dst_slot << " to " << writer.dst_slot + writer.length - 1 << " against src slots "
-           << reader.src_slot << " to " << reader.src_slot + reader.length - 1
-           << "). Copy through a buffer instead.";
-      throw std::invalid_argument(text.str());
+      throw std::invalid_argument(concat(
+          "[transfer_kv] destination and source overlap: the call writes bytes that it also reads (dst slots ",
+          writer.dst_slot, " to ", writer.dst_slot + writer.length - 1, " against src slots ", reader.src_slot,
+          " to ", reader.src_slot + reader.length - 1, "). Copy through a buffer instead."));
     }
   }
 }
@@ -217,10 +212,10 @@ void check_cpu_indices(TransferArgs& args) {
     check_range(args.src_indices, args.num_entries, args.src_slots, "src_indices");
   if (args.groups.empty())
     return;
+  if (args.has_cpu_indices())
+    check_overlap(args);  // of all entries, those that others overwrite too
   if (args.dst_indices.is_cpu)
     args.overwritten = overwritten_entries(args);
-  if (args.has_cpu_indices())
-    check_overlap(args);
 }
 
 std::vector<SlotRun> slot_runs(const TransferArgs& args) {

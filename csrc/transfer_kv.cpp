@@ -1,6 +1,7 @@
 // The checks of a call's metadata, and the collapse of tensors to chunks and loops. The fake kernel
 // in torch_hicache/ops.py raises the same texts: change both.
 #include "transfer_kv.h"
+#include "text.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
@@ -8,7 +9,6 @@
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <sstream>
 #include <stdexcept>
 
 namespace hicache {
@@ -18,29 +18,57 @@ constexpr size_t kMaxTensorDims = 64;  // torch's own limit
 
 template <typename... Parts>
 [[noreturn]] void throw_value_error(const Parts&... parts) {
-  std::ostringstream text;
-  text << "[transfer_kv] ";
-  (text << ... << parts);
-  throw std::invalid_argument(text.str());
+  throw std::invalid_argument(concat("[transfer_kv] ", parts...));
 }
 
 // c10::ScalarType in its fixed order.
 const char* dtype_name(int32_t dtype) {
-  static constexpr const char* kNames[] = {"uint8",           "int8",
-                                           "int16",           "int32",
-                                           "int64",           "float16",
-                                           "float32",         "float64",
-                                           "complex32",       "complex64",
-                                           "complex128",      "bool",
-                                           "qint8",           "quint8",
-                                           "qint32",          "bfloat16",
-                                           "quint4x2",        "quint2x4",
-                                           "bits1x8",         "bits2x4",
-                                           "bits4x2",         "bits8",
-                                           "bits16",          "float8_e5m2",
-                                           "float8_e4m3fn",   "float8_e5m2fnuz",
-                                           "float8_e4m3fnuz", "uint16",
-                                           "uint32",          "uint64"};
+  static constexpr const char* kNames[] = {"uint8",
+                                           "int8",
+                                           "int16",
+                                           "int32",
+                                           "int64",
+                                           "float16",
+                                           "float32",
+                                           "float64",
+                                           "complex32",
+                                           "complex64",
+                                           "complex128",
+                                           "bool",
+                                           "qint8",
+                                           "quint8",
+                                           "qint32",
+                                           "bfloat16",
+                                           "quint4x2",
+                                           "quint2x4",
+                                           "bits1x8",
+                                           "bits2x4",
+                                           "bits4x2",
+                                           "bits8",
+                                           "bits16",
+                                           "float8_e5m2",
+                                           "float8_e4m3fn",
+                                           "float8_e5m2fnuz",
+                                           "float8_e4m3fnuz",
+                                           "uint16",
+                                           "uint32",
+                                           "uint64",
+                                           "uint1",
+                                           "uint2",
+                                           "uint3",
+                                           "uint4",
+                                           "uint5",
+                                           "uint6",
+                                           "uint7",
+                                           "int1",
+                                           "int2",
+                                           "int3",
+                                           "int4",
+                                           "int5",
+                                           "int6",
+                                           "int7",
+                                           "float8_e8m0fnu",
+                                           "float4_e2m1fn_x2"};
   constexpr int32_t kCount = sizeof(kNames) / sizeof(kNames[0]);
   return dtype >= 0 && dtype < kCount ? kNames[dtype] : "another dtype";
 }
@@ -76,12 +104,10 @@ struct View {
 };
 
 std::string shape_text(const int64_t* begin, const int64_t* end) {
-  std::ostringstream text;
-  text << "[";
+  std::string text = "[";
   for (const int64_t* size = begin; size != end; ++size)
-    text << (size == begin ? "" : ", ") << *size;
-  text << "]";
-  return text.str();
+    text += concat(size == begin ? "" : ", ", *size);
+  return text + "]";
 }
 
 std::string shape_text(const View& view) {
@@ -189,8 +215,11 @@ bool requires_grad(const View& view) {
   return !torch::stable::detail::to<bool>(stack[0]);
 }
 
+// Floating point and complex: asked by what is neither, so that a float of a later torch counts.
 bool can_require_grad(int32_t dtype) {
-  return (dtype >= 5 && dtype <= 10) || dtype == 15;  // floating point and complex
+  const bool is_integer = dtype <= 4 || dtype == 11 || (dtype >= 27 && dtype <= 43);
+  const bool is_bits = dtype >= 18 && dtype <= 22;
+  return !is_integer && !is_bits && !is_quantized(dtype);
 }
 
 void check_pair(const View& dst, const View& src, int64_t slot_dim, size_t position) {
@@ -349,24 +378,18 @@ void check_method(const TransferArgs& args) {
 }  // namespace
 
 std::string device_name(const Device& device) {
-  std::ostringstream text;
   switch (device.type) {
     case 0:
       return "cpu";
     case 1:
-      text << "cuda";
-      break;
+      return concat("cuda:", device.index);
     case 6:
-      text << "hip";
-      break;
+      return concat("hip:", device.index);
     case 20:
-      text << "privateuseone";
-      break;
+      return concat("privateuseone:", device.index);
     default:
-      text << "device type " << device.type;
+      return concat("device type ", device.type, ":", device.index);
   }
-  text << ":" << device.index;
-  return text.str();
 }
 
 TransferArgs plan_transfer(const std::vector<Tensor>& dst, const std::vector<Tensor>& src,

@@ -161,7 +161,7 @@ def _elements_share_memory(tensor: Tensor) -> bool:
     return False
 
 
-def _check_plain(tensor: Tensor, name: str) -> None:
+def _check_plain(tensor: Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_nested:
         _refuse("sparse and nested tensors are refused; pass their strided values.")
     if tensor.is_quantized:
@@ -224,8 +224,8 @@ def _transfer_kv_fake(
     if method not in METHODS:
         _refuse(f"method must be 'auto', 'kernel', 'copy_engine' or 'staged', got '{method}'.")
     _check(max_blocks >= 0, f"max_blocks must be 0 or more, got {max_blocks}.")
-    for tensor in (*dst, *src):
-        _check_plain(tensor, "dst or src")
+    for tensor in (*dst, *src, dst_indices, src_indices):
+        _check_plain(tensor)
     if len(dst) != len(src):
         _refuse(f"dst and src must have the same number of tensors, got {len(dst)} and {len(src)}.")
     _check_indices(dst_indices, "dst_indices")

@@ -6,7 +6,6 @@
 #include <array>
 #include <atomic>
 #include <mutex>
-#include <sstream>
 #include <stdexcept>
 
 #include "runtime.h"
@@ -100,16 +99,14 @@ void throw_recorded_error(int32_t device_index, bool is_later_call) {
   } while (sequence % 2 != 0 || sequence != record->sequence);
   record->epoch = record->epoch + 1;
 
-  std::ostringstream text;
-  text << "[transfer_kv] " << (is_later_call ? "an earlier call failed: " : "") << "call " << call
-       << " on cuda:" << device_index << ": ";
+  const std::string call_text = concat("[transfer_kv] ", is_later_call ? "an earlier call failed: " : "",
+                                       "call ", call, " on cuda:", device_index, ": ");
   if (what == static_cast<int32_t>(BadValue::kCount))
-    text << "count is " << value << ", outside 0 to " << limit << ", and was clamped.";
-  else
-    text << (what == static_cast<int32_t>(BadValue::kDstIndex) ? "dst_indices[" : "src_indices[") << position
-         << "] is " << value << ", out of range for " << limit
-         << " slots (-1 skips an entry). The entry was skipped, the others were copied.";
-  throw std::out_of_range(text.str());
+    throw std::out_of_range(
+        concat(call_text, "count is ", value, ", outside 0 to ", limit, ", and was clamped."));
+  const char* name = what == static_cast<int32_t>(BadValue::kDstIndex) ? "dst_indices[" : "src_indices[";
+  throw std::out_of_range(concat(call_text, name, position, "] is ", value, ", out of range for ", limit,
+                                 " slots (-1 skips an entry). The entry was skipped, the others were copied."));
 }
 
 }  // namespace hicache

@@ -6,7 +6,6 @@
 #include <mutex>
 #include <new>
 #include <shared_mutex>
-#include <sstream>
 #include <stdexcept>
 
 #include "runtime.h"

@@ -6,9 +6,9 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <cstdint>
-#include <sstream>
 #include <stdexcept>
-#include <string>
+
+#include "../text.h"
 
 namespace hicache {
 
@@ -17,10 +17,8 @@ inline void check_cuda(cudaError_t status, const char* what) {
   if (status == cudaSuccess)
     return;
   (void)cudaGetLastError();
-  std::ostringstream text;
-  text << "[transfer_kv] " << what << " failed: " << cudaGetErrorName(status) << ": "
-       << cudaGetErrorString(status) << ".";
-  throw std::runtime_error(text.str());
+  throw std::runtime_error(concat("[transfer_kv] ", what, " failed: ", cudaGetErrorName(status), ": ",
+                                  cudaGetErrorString(status), "."));
 }
 
 inline cudaStream_t current_stream(int32_t device_index) {
