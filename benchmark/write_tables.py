@@ -91,7 +91,7 @@ def cpu_table(record: Row) -> list[str]:
         "torch indexing",
     ]
     return [
-        f"CPU, {machine['threads']} threads, torch {machine['torch']}, commit {machine['commit']}:",
+        f"CPU backend, {machine['threads']} threads of the same machine and run:",
         "",
         *table(head, rows),
     ]
@@ -101,7 +101,8 @@ def main() -> int:
     lines: list[str] = []
     for path in sys.argv[1:]:
         record = json.loads(Path(path).read_text())
-        lines += device_tables(record) if record["link_gbps"] else cpu_table(record)
+        lines += device_tables(record) if record["link_gbps"] else []
+        lines += cpu_table(record)
     text = README.read_text()
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     README.write_text(before + BEGIN + "\n\n" + "\n".join(lines) + "\n" + END + after)
