@@ -1,0 +1,102 @@
+"""Fixtures `device` and `placement`, and the rule that a required backend must not skip.
+
+A test is bound to a backend by `@pytest.mark.backend("cuda")` or by its `device` or `placement`. Where
+the backend is missing it skips; with HICACHE_REQUIRE=cuda (a list with commas) every skip of such a test
+is a failure, whatever skipped it. Tests that are bound to no backend may skip, say for want of a package.
+"""
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_hicache import check_errors, testing
+
+BACKENDS = ("cpu", "cuda")
+BINDINGS = (*BACKENDS, "cuda:1")  # the last for tests of two GPUs
+REQUIRED = tuple(name for name in os.environ.get("HICACHE_REQUIRE", "").split(",") if name)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "backend(name): runs on this device, skips without it")
+    for name in REQUIRED:
+        if name not in BINDINGS:
+            raise pytest.UsageError(f"HICACHE_REQUIRE names '{name}'; there are {', '.join(BINDINGS)}")
+
+
+def _params(values_of) -> list:
+    """One parameter for each value on each backend; one that skips for a backend that is missing."""
+    params = []
+    for name in BACKENDS:
+        mark = pytest.mark.backend(name)
+        if testing.missing_reason(name):
+            params.append(pytest.param(None, marks=mark, id=name))
+        else:
+            params += [pytest.param(value, marks=mark, id=str(value)) for value in values_of(name)]
+    return params
+
+
+@pytest.fixture(params=_params(lambda name: [name]))
+def device(request: pytest.FixtureRequest) -> str:
+    """Every device of this machine, as a string."""
+    return request.param
+
+
+@pytest.fixture(params=_params(testing.placements))
+def placement(request: pytest.FixtureRequest) -> testing.Placement:
+    """Every place for pools and indices on every device of this machine."""
+    return request.param
+
+
+def _checked_placements(name: str) -> list[testing.Placement]:
+    return [placement for placement in testing.placements(name) if placement.checks_indices]
+
+
+@pytest.fixture(params=_params(_checked_placements))
+def checked_placement(request: pytest.FixtureRequest) -> testing.Placement:
+    """The placements whose indices the host reads: duplicates are resolved, overlap is refused."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _no_error_is_left(request: pytest.FixtureRequest) -> Generator[None, None, None]:
+    """A bad index that a kernel recorded must not surface in the next test."""
+    yield
+    for mark in request.node.iter_markers("backend"):
+        if mark.args[0] != "cpu" and torch.cuda.is_initialized():
+            check_errors(mark.args[0])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("backend"):
+        if reason := testing.missing_reason(mark.args[0]):
+            pytest.skip(reason)
+
+
+def _fail(report: pytest.TestReport | pytest.CollectReport, name: str) -> None:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+    reason = getattr(report, "wasxfail", reason)
+    report.outcome = "failed"
+    report.longrepr = f"HICACHE_REQUIRE={name}: a skip is a failure ({reason})"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = yield
+    bound = {mark.args[0] for mark in item.iter_markers("backend")}
+    for name in REQUIRED:
+        if report.skipped and name in bound:
+            _fail(report, name)
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    """The same for a whole file of one backend, such as test_cuda.py."""
+    report = yield
+    for name in REQUIRED:
+        if report.skipped and name in Path(collector.path).stem.split("_"):
+            _fail(report, name)
+    return report
