@@ -1,0 +1,128 @@
+"""Sizes that 32 bits do not hold: rows past 4 GiB, strides and planes as far, millions of entries.
+
+On the CPU the pools are sparse files in memory: only touched pages exist, and all of them are known.
+"""
+
+import mmap
+import os
+
+import pytest
+import torch
+
+from torch_hicache.testing import Placement, allocate_bytes, byte_view, fingerprints
+
+transfer_kv = torch.ops.hicache.transfer_kv
+
+FAR = (1 << 32) + (1 << 20)
+ROW = 256
+
+
+class FarPool:
+    """Zeros, twice as long as FAR."""
+
+    nbytes = 2 * FAR + (1 << 20)
+
+    def __init__(self, device: str) -> None:
+        self._file = -1
+        if device == "cpu":
+            self._file = os.memfd_create("far_pool")
+            os.ftruncate(self._file, self.nbytes)
+            self.flat = torch.frombuffer(mmap.mmap(self._file, self.nbytes), dtype=torch.uint8)
+        else:
+            self.flat = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+
+    def num_nonzero(self) -> int:
+        if self._file < 0:
+            return int(torch.count_nonzero(self.flat))
+        total = end = 0
+        while True:
+            try:
+                begin = os.lseek(self._file, end, os.SEEK_DATA)
+            except OSError:  # no more data
+                return total
+            end = os.lseek(self._file, begin, os.SEEK_HOLE)
+            assert end - begin < 1 << 28, "the transfer touched what it should not"
+            total += int(torch.count_nonzero(self.flat[begin:end]))
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+
+# (sizes, strides in bytes, slot_dim): [.., slots, .., ROW].
+FAR_GEOMETRIES = {
+    "many_slots": ((2 * FAR // ROW, ROW), (ROW, 1), 0),
+    "far_slots": ((5, ROW), (FAR // 2, 1), 0),
+    "far_planes": ((2, 9, ROW), (FAR, ROW, 1), 1),
+    "far_heads": ((9, 2, ROW), (ROW, FAR, 1), 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64], ids=["bytes", "elements"])
+@pytest.mark.parametrize("dst_geometry", FAR_GEOMETRIES)
+@pytest.mark.parametrize("far_side", ["dst", "src"])
+def test_rows_past_4_gib(device: str, far_side: str, dst_geometry: str, dtype: torch.dtype) -> None:
+    """To and from the far rows: what 32 bits alias would be written, or read as zeros."""
+    sizes, strides, slot_dim = FAR_GEOMETRIES[dst_geometry]
+    item = dtype.itemsize
+    sizes = (*sizes[:-1], ROW // item)
+    strides = (*(stride // item for stride in strides[:-1]), 1)
+    pool = FarPool(device)
+    far = pool.flat[: pool.nbytes // item * item].view(dtype).as_strided(sizes, strides)
+    near_sizes = (*sizes[:slot_dim], 4, *sizes[slot_dim + 1 :])
+    near = torch.zeros(near_sizes, dtype=dtype, device=device)
+    last = sizes[slot_dim] - 1
+    far_slots, near_slots = torch.tensor([last, 0, last // 2]), torch.tensor([2, 1, 3])
+    rows = far if far_side == "src" else near
+    slots = far_slots if far_side == "src" else near_slots
+    shape = byte_view(near).movedim(slot_dim, 0)[:3].shape
+    values = fingerprints(torch.arange(3), torch.arange(1), shape[1:].numel()).view(shape)
+    for slot, value in zip(slots, values, strict=True):
+        byte_view(rows).select(slot_dim, int(slot)).copy_(value)
+    if far_side == "dst":
+        transfer_kv([far], [near], far_slots, near_slots, slot_dim=slot_dim)
+    else:
+        transfer_kv([near], [far], near_slots, far_slots, slot_dim=slot_dim)
+    for far_slot, near_slot, value in zip(far_slots, near_slots, values, strict=True):
+        assert torch.equal(byte_view(far).select(slot_dim, int(far_slot)).cpu(), value)
+        assert torch.equal(byte_view(near).select(slot_dim, int(near_slot)).cpu(), value)
+    assert pool.num_nonzero() == values.numel()
+    assert torch.count_nonzero(byte_view(near)) == values.numel()
+    pool.close()
+
+
+def test_rows_of_150_mb(checked_placement: Placement) -> None:
+    """One row is more than one launch; its length is odd."""
+    placement = checked_placement
+    row = 150_000_001
+    src = allocate_bytes(2 * row, placement.src_memory, placement.device).view(2, row)
+    dst = allocate_bytes(2 * row, placement.dst_memory, placement.device).view(2, row)
+    pattern = torch.arange(row, dtype=torch.int32) * 40503 >> 8
+    src[1].copy_(pattern)
+    dst.fill_(77)
+    transfer_kv([dst], [src], placement.dst_indices([0]), placement.src_indices([1]))
+    if placement.device != "cpu":
+        torch.accelerator.synchronize(placement.device)
+    assert torch.equal(dst[0].cpu(), pattern.to(torch.uint8))
+    assert torch.count_nonzero(dst[1] != 77) == 0
+
+
+def test_five_million_entries(placement: Placement) -> None:
+    """More than a grid axis holds; each row is its own number."""
+    n = 5_000_000
+    src = allocate_bytes(8 * n, placement.src_memory, placement.device).view(torch.int64)
+    dst = allocate_bytes(8 * n, placement.dst_memory, placement.device).view(torch.int64)
+    src.copy_(torch.arange(n))
+    dst.fill_(-1)
+    generator = torch.Generator().manual_seed(0)
+    dst_indices = torch.randperm(n, generator=generator, dtype=torch.int32)
+    src_indices = torch.arange(n - 1, -1, -1)
+    transfer_kv(
+        [dst],
+        [src],
+        placement.dst_indices(dst_indices, torch.int32),
+        placement.src_indices(src_indices, torch.int64),
+    )
+    if placement.device != "cpu":
+        torch.accelerator.synchronize(placement.device)
+    assert torch.equal(dst.cpu()[dst_indices.long()], src_indices)
