@@ -337,6 +337,37 @@ def test_copies_elsewhere_are_kept(device: str) -> None:
         compare(function, compiled, _two_pools(slots, device), f"{slots} slots")
 
 
+def test_old_contents_cost_no_more_than_their_copy(device: str) -> None:
+    """Inductor drops the clone of one layer, and would then copy the stack to keep its old contents."""
+
+    def function(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Any:
+        old = p[1].clone()
+        transfer_kv([q[0]], [old], j, i)
+        transfer_kv([p[1]], [q[1]], i, j)
+        return (old - p[1]).sum(1)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True)
+    for slots in SLOTS[:2]:
+        sizes = compare(function, compiled, _two_stacks(slots, device), f"{slots} slots")
+        assert max(sizes) <= slots * ROW * 4
+
+
+def test_destination_whose_copy_inductor_drops(device: str) -> None:
+    """It then takes the layer, which lies elsewhere in its storage than the copy did."""
+
+    def function(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> None:
+        q.copy_(p[1])
+        transfer_kv([q], [q + torch.zeros_like(q)], i, j)
+        q.add_(1)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True)
+    for slots in SLOTS[:2]:
+        p, q, i, j = _two_stacks(slots, device)
+        compare(function, compiled, (p, q[0].clone(), i, j), f"{slots} slots")
+
+
 def test_indices_that_were_cloned_from_the_written_pool(device: str) -> None:
     def function(p: Tensor, q: Tensor) -> Tensor:
         transfer_kv([p], [q], p[:5].clone(), p[5:10].clone())

@@ -200,9 +200,11 @@ def _record_apart(graph: Graph) -> None:
 
 def _keep_apart(graph: Graph) -> None:
     """Give what the program kept apart, and inductor put together, a copy of its own again."""
-    for transfer in _transfers(graph):
+    transfers = _transfers(graph)
+    for transfer in transfers:
         _keep_bases(transfer)
         _keep_reads(transfer)
+    _keep_old_contents(graph, transfers)
 
 
 def _keep_bases(transfer: Node) -> None:
@@ -233,6 +235,41 @@ def _keep_reads(transfer: Node) -> None:
         *src, dst_indices, src_indices, count = reads
         indices = {"dst_indices": dst_indices, "src_indices": src_indices, "count": count}
         transfer.kwargs = {**transfer.kwargs, "src": src, **indices}
+
+
+def _keep_old_contents(graph: Graph, transfers: Sequence[Node]) -> None:
+    """Copy the part of a pool whose old contents are used after a transfer into the pool.
+
+    The program had a copy of it, which inductor dropped. Torch would copy the whole base instead.
+    """
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    views: dict[Any, list[Node]] = {}
+    for node in order:
+        views.setdefault(_storage(node), []).append(node)
+    for transfer in transfers:
+        for base in filter(_is_written_in_place, _bases(transfer)):
+            for view in views.get(_storage(base), ()):
+                users = [user for user in view.users if _uses_after(user, view, transfer, order)]
+                if order[view] < order[transfer] and users:
+                    clone = _insert_clone(view, transfer)
+                    for user in users:
+                        user.replace_input_with(view, clone)
+
+
+def _is_written_in_place(base: Node) -> bool:
+    """Whether torch may let the transfer write `base` itself: an input only if the program wrote it."""
+    copy_back = torch.ops.aten.copy_.default
+    return base.op not in ("placeholder", "get_attr") or any(
+        user.target is copy_back and user.args[0] is base for user in base.users
+    )
+
+
+def _uses_after(user: Node, view: Node, transfer: Node, order: dict[Node, int]) -> bool:
+    if order.get(user, -1) <= order[transfer]:
+        return False
+    if user.target is torch.ops.aten.copy_.default and user.args[0] is view:
+        return False
+    return not isinstance(user.meta.get("val"), torch.SymInt)  # sizes, strides, offsets
 
 
 _RECORD = _Pass(_record_apart)
