@@ -68,6 +68,7 @@ BAD_CALLS: dict[str, Callable[[str], Changes]] = {
     "dst_indices 2-D": lambda d: {"dst_indices": indices(d).view(1, 3)},
     "src_indices 0-D": lambda d: {"src_indices": torch.tensor(1, device=d)},
     "index lengths": lambda d: {"src_indices": indices(d, 4)},
+    "index lengths, dst longer": lambda d: {"dst_indices": indices(d, 4, torch.int32)},
     "slot_dim": lambda d: {"slot_dim": 2},
     "slot_dim from the end": lambda d: {"slot_dim": -3},
     "slot_dim of a scalar": lambda d: {"dst": [pool(d)], "src": [pool(d)]},

@@ -2,24 +2,26 @@
 
     HICACHE_PROGRAMS=2000 HICACHE_PROGRAMS_SEED=7 pytest test/test_compile_programs.py
 
-A failure prints the program. Programs are compiled in batches, one function each, to save time: half
-of the batches with static sizes, half with dynamic ones, two pool sizes through one function.
+A failure prints the program. Half of the batches have static sizes, half dynamic ones and two pool
+sizes through one function. What costs time is the C++ compiler, about a second for every stretch between
+transfers. So the programs of a batch run side by side in one function, and transfer at the same places.
 """
 
 import os
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from compiling import allocations, assert_same, compare, copy_of, indices, pool
+from compiling import compare, indices, pool
 
 from torch_hicache import transfer_kv
 
-PROGRAMS = int(os.environ.get("HICACHE_PROGRAMS", "160"))
+PROGRAMS = int(os.environ.get("HICACHE_PROGRAMS", "240"))
 SEED = int(os.environ.get("HICACHE_PROGRAMS_SEED", "0"))
-BATCH = 20
+BATCH = 60
 ROW = 8
 
 # Every program's arguments. All planes are [slots, row] views; none shares memory with another.
@@ -49,6 +51,10 @@ COPIES = ("{p}.clone()", "{p} * 1", "{p}.to({p}.dtype, copy=True)", "{p} + torch
 INDICES = ("i, j", "j, i", "torch.where(i % 3 == 0, -1, i), j", "i.int(), j")
 
 
+# A stretch has up to four lines of computing, then up to three transfers.
+STRETCHES = 4
+
+
 class _Writer:
     """Writes one program. `values` are the names of what was computed so far, by kind."""
 
@@ -56,6 +62,18 @@ class _Writer:
         self.random = random.Random(seed)
         self.values: dict[str, list[str]] = {kind: [] for kind in READS}
         self.lines: list[str] = []
+        self.stretches = [self._stretch() for _ in range(STRETCHES)]
+        names = [name for names in self.values.values() for name in names]
+        self.kept = self.random.sample(names, self.random.randint(0, len(names)))
+
+    def _stretch(self) -> tuple[list[str], list[str]]:
+        for _ in range(self.random.randint(0, 4)):
+            self.random.choices((self.read, self.combine, self.write), weights=(4, 3, 1))[0]()
+        computing, self.lines = self.lines, []
+        for _ in range(self.random.choice((0, 1, 1, 1, 2, 3))):
+            self.transfer()
+        transfers, self.lines = self.lines, []
+        return computing, transfers
 
     def new(self, kind: str, expression: str) -> None:
         name = f"v{sum(map(len, self.values.values()))}"
@@ -103,15 +121,20 @@ class _Writer:
         forms = (f"{p}.mul_(2)", f"{p}[i[:2]] = 7", f"{p}.copy_({q})", f"{p}.add_({q})")
         self.lines.append(self.random.choice(forms))
 
-    def program(self) -> str:
-        steps = (self.read, self.combine, self.transfer, self.write)
-        for _ in range(self.random.randint(4, 14)):
-            self.random.choices(steps, weights=(4, 3, 4, 1))[0]()
-        names = [name for names in self.values.values() for name in names]
-        kept = self.random.sample(names, self.random.randint(0, len(names)))
-        self.lines.append(f"return [{', '.join(kept)}]")
-        body = "\n    ".join(self.lines)
-        return f"def program({ARGUMENTS}):\n    {body}\n"
+
+def _source(writers: list[_Writer]) -> str:
+    """The programs side by side, as one function of a list of their arguments."""
+
+    def named(text: str, program: int) -> str:
+        return re.sub(r"\b(a|h|kv|ls|padded|turned|i|j|v\d+)\b", rf"\1_{program}", text)
+
+    lines = [f"{named(ARGUMENTS, n)} = arguments[{n}]" for n in range(len(writers))]
+    for stretch in range(STRETCHES + 1):
+        for part in range(2) if stretch < STRETCHES else ():
+            for n, writer in enumerate(writers):
+                lines += [named(line, n) for line in writer.stretches[stretch][part]]
+    kept = [f"[{named(', '.join(writer.kept), n)}]" for n, writer in enumerate(writers)]
+    return "def program(arguments):\n    " + "\n    ".join(lines) + f"\n    return [{', '.join(kept)}]\n"
 
 
 def _arguments(slots: int, length: int, device: str) -> tuple[Any, ...]:
@@ -141,45 +164,36 @@ def _compiled(function: Callable, dynamic: bool) -> Callable:
     return torch.compile(function, fullgraph=True, dynamic=dynamic)
 
 
-def _run_alone(sources: list[str], sizes: tuple[tuple[int, int], ...], device: str) -> list[str]:
-    """The programs that are wrong by themselves too."""
+def _run(writers: list[_Writer], sizes: tuple[tuple[int, int], ...], device: str) -> None:
+    """Raises AssertionError where the compiled programs differ from eager, or copy a stack."""
+    program = _load(_source(writers))
+    compiled = _compiled(program, len(sizes) > 1)
+    for slots, length in sizes:
+        allocated = compare(program, compiled, ([_arguments(slots, length, device) for _ in writers],))
+        # No program computes or clones more than one plane at once.
+        assert max(allocated, default=0) < 2 * slots * ROW * 8, f"a stack is copied: {allocated}"
+
+
+def _wrong_alone(writers: list[_Writer], sizes: tuple[tuple[int, int], ...], device: str) -> list[str]:
     wrong = []
-    for source in sources:
-        program = _load(source)
-        compiled = _compiled(program, len(sizes) > 1)
+    for writer in writers:
         try:
-            for slots, length in sizes:
-                compare(program, compiled, _arguments(slots, length, device))
+            _run([writer], sizes, device)
         except AssertionError as error:
-            wrong.append(f"{source}\n{error}")
+            wrong.append(f"{_source([writer])}\n{error}")
     return wrong
 
 
 @pytest.mark.parametrize("batch", range(-(-PROGRAMS // BATCH)))
 def test_programs(batch: int, device: str) -> None:
-    seeds = range(SEED + batch * BATCH, SEED + min((batch + 1) * BATCH, PROGRAMS))
-    sources = [_Writer(seed).program() for seed in seeds]
-    programs = [_load(source) for source in sources]
-
-    def all_programs(arguments: list[tuple[Any, ...]]) -> list[Any]:
-        return [program(*args) for program, args in zip(programs, arguments, strict=True)]
-
-    dynamic = batch % 2 == 1
-    sizes = ((24, 7), (40, 9)) if dynamic else ((24, 7),)
-    compiled = _compiled(all_programs, dynamic)
+    first = SEED + batch * BATCH
+    writers = [_Writer(seed) for seed in range(first, min(first + BATCH, SEED + PROGRAMS))]
+    sizes = ((24, 7), (40, 9)) if batch % 2 else ((24, 7),)
     mode = (torch.enable_grad, torch.no_grad, torch.inference_mode)[batch % 3]
-    for slots, length in sizes:
-        torch.manual_seed(SEED + batch)
-        with mode():
-            arguments = [_arguments(slots, length, device) for _ in programs]
-            eager_arguments, compiled_arguments = copy_of(arguments), copy_of(arguments)
-            expected = all_programs(eager_arguments)
-            with allocations() as allocated:
-                actual = compiled(compiled_arguments)
+    torch.manual_seed(first)
+    with mode():
         try:
-            assert_same((expected, eager_arguments), (actual, compiled_arguments))
-        except AssertionError:
-            wrong = _run_alone(sources, sizes, device)
-            pytest.fail("\n".join(wrong) or "wrong only as a batch:\n" + "\n".join(sources))
-        # No program computes or clones more than one plane at once: more is a copy of a stack.
-        assert max(allocated) < 2 * slots * ROW * 8
+            _run(writers, sizes, device)
+        except AssertionError as error:
+            wrong = _wrong_alone(writers, sizes, device)
+            pytest.fail("\n".join(wrong) or f"wrong only side by side: {error}\n{_source(writers)}")

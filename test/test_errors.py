@@ -76,6 +76,7 @@ On the CPU
   dst_indices 2-D: ValueError: [transfer_kv] dst_indices must be 1-D, got shape [1, 3].
   src_indices 0-D: ValueError: [transfer_kv] src_indices must be 1-D, got shape [].
   index lengths: ValueError: [transfer_kv] dst_indices and src_indices must have the same length, got 3 and 4.
+  index lengths, dst longer: ValueError: [transfer_kv] dst_indices and src_indices must have the same length, got 4 and 3.
   slot_dim: ValueError: [transfer_kv] slot_dim 2 is out of range for dst[0] of shape [9, 4].
   slot_dim from the end: ValueError: [transfer_kv] slot_dim -3 is out of range for dst[0] of shape [9, 4].
   slot_dim of a scalar: ValueError: [transfer_kv] slot_dim 0 is out of range for dst[0] of shape [].

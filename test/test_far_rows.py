@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from torch_hicache.testing import Placement, allocate_bytes, byte_view, fingerprints
+from torch_hicache.testing import Placement, allocate_bytes, byte_view, entries_that_move, fingerprints
 
 transfer_kv = torch.ops.hicache.transfer_kv
 
@@ -88,6 +88,48 @@ def test_rows_past_4_gib(device: str, far_side: str, dst_geometry: str, dtype: t
         assert torch.equal(byte_view(near).select(slot_dim, int(near_slot)).cpu(), value)
     assert pool.num_nonzero() == values.numel()
     assert torch.count_nonzero(byte_view(near)) == values.numel()
+    pool.close()
+
+
+def test_a_byte_pool_of_more_slots_than_32_bits_hold(device: str) -> None:
+    """Indices of 64 bits reach the last slot; those of 32 bits what they can."""
+    pool = FarPool(device)
+    slots = len(pool.flat)
+    near = torch.arange(1, 9, dtype=torch.uint8, device=device)
+    places = torch.tensor([slots - 1, 5, (1 << 32) + 6, 1 << 31])
+    transfer_kv([pool.flat], [near], places, torch.tensor([0, 1, 2, 3], dtype=torch.int32))
+    places32 = torch.tensor([(1 << 31) - 1, 7], dtype=torch.int32)
+    transfer_kv([pool.flat], [near], places32, torch.tensor([4, 5]))
+    assert pool.flat[places].tolist() == [1, 2, 3, 4]
+    assert pool.flat[places32.long()].tolist() == [5, 6]
+    assert pool.num_nonzero() == 6
+    with pytest.raises(IndexError, match=f"is {slots}, out of range for {slots} slots"):
+        transfer_kv([pool.flat], [near], torch.tensor([slots]), torch.tensor([0]))
+    pool.close()
+
+
+@pytest.mark.parametrize("many_slots", [False, True], ids=["bits", "hashed"])
+@pytest.mark.parametrize("order", ["there_and_back", "pairs"])
+def test_duplicates_are_resolved_before_threads_share_the_work(
+    device: str, order: str, many_slots: bool
+) -> None:
+    """Without it the later entry, first of its thread, loses to the earlier one, last of another."""
+    row, n = 8192, 1024
+    pool = FarPool(device)
+    slots = pool.nbytes // row if many_slots else n
+    dst = pool.flat[: slots * row].view(slots, row)
+    src = torch.zeros(n, row, dtype=torch.uint8, device=device)
+    src[:, ::64] = fingerprints(torch.arange(1), torch.arange(n), row // 64)[0].to(device)
+    step = slots // n
+    if order == "pairs":  # ascending, and a pair astride every even position
+        dst_indices = (torch.arange(n) + 1) // 2 * step
+    else:
+        dst_indices = torch.cat([torch.arange(n // 2), torch.arange(n // 2 - 1, -1, -1)]) * step
+    src_indices = torch.arange(n)
+    for _ in range(3):
+        transfer_kv([dst], [src], dst_indices, src_indices)
+        kept_dst, kept_src = entries_that_move(dst_indices, src_indices)
+        assert torch.equal(dst[kept_dst.to(device)], src[kept_src.to(device)])
     pool.close()
 
 

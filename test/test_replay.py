@@ -16,9 +16,6 @@ from torch_hicache.models import MODELS, Model
 from torch_hicache.replay import Fingerprint, Replay, ReplayOptions, ReplayResult, Tier
 from torch_hicache.trace import BLOCK_TOKENS, Request, generate_trace, read_trace
 
-CUDA_LOADED = any(b.name == "cuda" and b.loaded for b in torch_hicache.backends())
-DEVICES = ["cpu", *(["cuda"] if CUDA_LOADED and torch.cuda.is_available() else [])]
-
 # V has an allocation of its own; the two planes of one shape share one.
 UNEVEN = Model(
     "uneven",
@@ -195,7 +192,6 @@ def test_free_pages_go_out_in_runs() -> None:
 # --- Every restored row is right --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", [*MODELS.values(), UNEVEN], ids=lambda model: model.name)
 def test_rows_survive_the_host(model: Model, layout: str, device: str) -> None:
@@ -210,7 +206,6 @@ def test_rows_survive_the_host(model: Model, layout: str, device: str) -> None:
     assert result.moved("store").gbps > 0
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["layer_first", "page_first"])
 def test_rows_survive_the_host_by_slot(layout: str, device: str) -> None:
     options = options_of(40, 90, layout=layout, unit="slot", device=torch.device(device))
@@ -219,7 +214,6 @@ def test_rows_survive_the_host_by_slot(layout: str, device: str) -> None:
     assert result.mismatches == 0
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_real_trace_replays(device: str) -> None:
     options = options_of(2000, 8000, MODELS["mla_fp8"], device=torch.device(device))
     result = run(options, read_trace(real_trace()))
@@ -244,7 +238,6 @@ SPOILERS: dict[str, tuple[Callable[[torch.Tensor], object], int]] = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SPOILERS)
 def test_a_spoiled_host_row_is_a_mismatch(
     name: str, device: str, after_transfer: Callable[..., None]

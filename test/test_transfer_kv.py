@@ -207,12 +207,26 @@ def test_lists_of_planes(placement: Placement, num_planes: int, of: str) -> None
 
 
 def test_layer_ids_with_gaps(placement: Placement) -> None:
-    """Layers 0, 2 and 6 of a pool, to 1, 2 and 4 of another: no distance is common."""
+    """No distance is common to the chosen layers, on both sides or on one."""
     dst_pool, src_pool = placement.dst((7, 9, 40)), placement.src((7, 8, 40))
     fill_pool([dst_pool], 1)
     fill_pool([src_pool], 1, seed=1)
-    dst, src = [dst_pool[i] for i in (1, 2, 4)], [src_pool[i] for i in (0, 2, 6)]
-    check_transfer(dst, src, placement.dst_indices([8, 3]), placement.src_indices([0, 7]))
+    dst_indices, src_indices = placement.dst_indices([8, 3]), placement.src_indices([0, 7])
+    for dst_layers, src_layers in (
+        ((1, 2, 4), (0, 2, 6)),
+        ((0, 1, 2), (0, 2, 6)),
+        ((0, 2, 6), (3, 4, 5)),
+    ):
+        dst, src = [dst_pool[i] for i in dst_layers], [src_pool[i] for i in src_layers]
+        check_transfer(dst, src, dst_indices, src_indices)
+
+
+def test_planes_that_differ_in_their_padding_only(placement: Placement) -> None:
+    dst = [placement.dst((9, 40), padding={0: padding}) for padding in (0, 8, 0, 24)]
+    src = [placement.src((8, 40), padding={0: padding}) for padding in (0, 0, 16, 8)]
+    fill_pool(dst)
+    fill_pool(src, seed=1)
+    check_transfer(dst, src, placement.dst_indices([8, 3, 4]), placement.src_indices([0, 7, 1]))
 
 
 def test_a_page_is_a_row(placement: Placement) -> None:
@@ -302,20 +316,20 @@ def test_methods_and_max_blocks(placement: Placement, method: str, max_blocks: i
 
 def test_work_for_several_threads(placement: Placement) -> None:
     """Large enough to be cut within strips, runs and rows; runs of all lengths, up and down."""
-    dst, src = placement.dst((2, 3001, 1111)), placement.src((2, 3001, 1111), padding={1: 3})
+    dst, src = placement.dst((2, 3001, 611)), placement.src((2, 3001, 611))
     fill_pool([dst], 1)
     fill_pool([src], 1, seed=1)
     scattered = torch.randperm(3000)[:700]
     runs = [torch.arange(900), torch.arange(2999, 2000, -1), scattered, torch.arange(900, 902)]
     src_indices = torch.cat(runs)
-    dst_indices = torch.arange(len(src_indices)) + 5
-    check_transfer(
-        [dst],
-        [src],
-        placement.dst_indices(dst_indices),
-        placement.src_indices(src_indices),
-        slot_dim=1,
-    )
+    for dst_indices in (torch.arange(len(src_indices)) + 5, 2999 - torch.arange(len(src_indices))):
+        check_transfer(
+            [dst],
+            [src],
+            placement.dst_indices(dst_indices),
+            placement.src_indices(src_indices),
+            slot_dim=1,
+        )
 
 
 def test_calls_from_several_threads(placement: Placement) -> None:
