@@ -170,6 +170,7 @@ class TestPinned:
 
     def test_the_owner_lives_as_long_as_any_view(self) -> None:
         host = empty_host((64, 8), torch.uint8, "cuda").fill_(5)
+        gc.collect()
         known = len(host_memory._alive)
         part = device_view(host, "cuda")[10:20].t()
         assert len(host_memory._alive) == known + 1
