@@ -63,7 +63,7 @@ asan: build
 	  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  ../$(BIN)/pytest -c ../pyproject.toml --rootdir=.. \
-	  test_transfer_kv.py test_indices.py test_errors.py test_fuzz.py
+	  test_transfer_kv.py test_indices.py test_overlap.py test_far_rows.py test_errors.py test_fuzz.py
 
 bench: build
 	$(BIN)/python benchmark/bench_transfer_kv.py
