@@ -368,6 +368,28 @@ def test_destination_whose_copy_inductor_drops(device: str) -> None:
         compare(function, compiled, (p, q[0].clone(), i, j), f"{slots} slots")
 
 
+@pytest.mark.parametrize("then", ["nothing", "transfer", "aten"])
+def test_written_copy_of_a_pool_that_was_written(then: str, device: str) -> None:
+    """Inductor drops the copy; what is written into it must not reach the pool, nor the other way."""
+
+    def function(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        transfer_kv([p.T], [q.T], i % ROW, j % ROW)
+        copy = p.T.clone()
+        transfer_kv([copy], [q.T], j[:3] % ROW, i[:3] % ROW)
+        if then == "transfer":
+            transfer_kv([p.T], [q.T], j[3:6] % ROW, i[3:6] % ROW)
+        elif then == "aten":
+            p[i[:2]] = 5
+        return copy
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True)
+    for slots in SLOTS[:2]:
+        p, q, _, _ = _two_pools(slots, device)
+        i, j = indices(ROW, ROW, device), indices(ROW, ROW, device)
+        compare(function, compiled, (p, q, i, j), f"{slots} slots")
+
+
 def test_indices_that_were_cloned_from_the_written_pool(device: str) -> None:
     def function(p: Tensor, q: Tensor) -> Tensor:
         transfer_kv([p], [q], p[:5].clone(), p[5:10].clone())

@@ -9,6 +9,7 @@ others torch copies the pools, which is slow, and a warning says so.
 """
 
 import hashlib
+import operator
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -247,7 +248,9 @@ def _keep_old_contents(graph: Graph, transfers: Sequence[Node]) -> None:
     for node in order:
         views.setdefault(_storage(node), []).append(node)
     for transfer in transfers:
-        for base in filter(_is_written_in_place, _bases(transfer)):
+        for base, written in zip(_bases(transfer), _written_versions(transfer), strict=True):
+            if written is None or not _is_copied_back(written):
+                continue
             for view in views.get(_storage(base), ()):
                 users = [user for user in view.users if _uses_after(user, view, transfer, order)]
                 if order[view] < order[transfer] and users:
@@ -256,12 +259,27 @@ def _keep_old_contents(graph: Graph, transfers: Sequence[Node]) -> None:
                         user.replace_input_with(view, clone)
 
 
-def _is_written_in_place(base: Node) -> bool:
-    """Whether torch may let the transfer write `base` itself: an input only if the program wrote it."""
-    copy_back = torch.ops.aten.copy_.default
-    return base.op not in ("placeholder", "get_attr") or any(
-        user.target is copy_back and user.args[0] is base for user in base.users
-    )
+def _written_versions(transfer: Node) -> list[Node | None]:
+    """For every base the node of its contents after the transfer; None where nobody asks for it."""
+    outputs = {user.args[1]: user for user in transfer.users if user.target is operator.getitem}
+    # The first output stands for what the op returns: nothing.
+    return [outputs.get(position + 1) for position in range(len(_bases(transfer)))]
+
+
+def _is_copied_back(version: Node) -> bool:
+    """Whether these contents, or what further transfers make of them, go back into an input.
+
+    Only then do they live in the input's memory for sure. Any other transfer into that memory writes a
+    copy which inductor dropped, and must not write in place.
+    """
+    for user in version.users:
+        if user.target is torch.ops.aten.copy_.default and user.args[1] is version:
+            return True
+        if user.args and user.args[0] is torch.ops.hicache.transfer_kv.default:
+            for base, written in zip(_bases(user), _written_versions(user), strict=True):
+                if base is version and written is not None and _is_copied_back(written):
+                    return True
+    return False
 
 
 def _uses_after(user: Node, view: Node, transfer: Node, order: dict[Node, int]) -> bool:
