@@ -47,6 +47,11 @@ def allocations() -> Iterator[list[int]]:
         _allocated = None
 
 
+ROW = 8  # elements
+LAYERS = 3
+SLOTS = (64, 96, 80)  # of pools that go through one compiled function
+
+
 def pool(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
     """Random contents whose sums and products are exact, and never zero."""
     values = torch.randint(1, 30, shape) * (torch.randint(0, 2, shape) * 2 - 1)
@@ -88,3 +93,20 @@ def compare(function: Callable, compiled: Callable, args: Sequence[Any], what: s
         actual = compiled(*compiled_args)
     assert_same((expected, eager_args), (actual, compiled_args), what)
     return sizes
+
+
+def two_pools(slots: int, device: str) -> tuple[Any, ...]:
+    """A pool to write, one to read, and where from and to."""
+    return (
+        pool(slots, ROW, device=device),
+        pool(slots, ROW, device=device),
+        indices(9, slots, device),
+        indices(9, slots, device),
+    )
+
+
+def two_stacks(slots: int, device: str) -> tuple[Any, ...]:
+    """The same with stacks of LAYERS planes."""
+    _, _, i, j = two_pools(slots, device)
+    shape = (LAYERS, slots, ROW)
+    return pool(*shape, device=device), pool(*shape, device=device), i, j

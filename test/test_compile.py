@@ -11,14 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import compare, indices, pool
+from compiling import (
+    LAYERS,
+    ROW,
+    SLOTS,
+    allocations,
+    assert_same,
+    compare,
+    copy_of,
+    indices,
+    pool,
+    two_pools,
+    two_stacks,
+)
 from torch import Tensor
 
 from torch_hicache import transfer_kv
-
-ROW = 8
-LAYERS = 3
-SLOTS = (64, 96, 80)
 
 PATTERNS: dict[str, tuple[Callable, Callable[[int, str], tuple[Any, ...]]]] = {}
 
@@ -31,17 +39,8 @@ def pattern(make: Callable[[int, str], tuple[Any, ...]]) -> Callable:
     return register
 
 
-def _two_pools(slots: int, device: str) -> tuple[Any, ...]:
-    return (
-        pool(slots, ROW, device=device),
-        pool(slots, ROW, device=device),
-        indices(9, slots, device),
-        indices(9, slots, device),
-    )
-
-
 def _pool_and_list(slots: int, device: str) -> tuple[Any, ...]:
-    p, _, i, j = _two_pools(slots, device)
+    p, _, i, j = two_pools(slots, device)
     return p, [pool(slots, ROW, device=device) for _ in range(LAYERS)], i, j
 
 
@@ -50,19 +49,13 @@ def _two_lists(slots: int, device: str) -> tuple[Any, ...]:
     return [pool(slots, ROW, device=device) for _ in range(LAYERS)], sources, i, j
 
 
-def _two_stacks(slots: int, device: str) -> tuple[Any, ...]:
-    _, _, i, j = _two_pools(slots, device)
-    shape = (LAYERS, slots, ROW)
-    return pool(*shape, device=device), pool(*shape, device=device), i, j
-
-
-@pattern(_two_pools)
+@pattern(two_pools)
 def one_transfer(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
     transfer_kv([p], [q], i, j)
     return p.sum(0)
 
 
-@pattern(_two_pools)
+@pattern(two_pools)
 def nothing_is_returned(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> None:
     transfer_kv([p], [q], i, j)
 
@@ -77,14 +70,14 @@ def reads_between_transfers(p: Tensor, qs: list[Tensor], i: Tensor, j: Tensor) -
     return total
 
 
-@pattern(_two_pools)
+@pattern(two_pools)
 def lazy_read_kept_over_a_transfer(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
     kept = p[:7] * 2
     transfer_kv([p], [q], i, j)
     return kept.sum(1)
 
 
-@pattern(_two_pools)
+@pattern(two_pools)
 def lazy_read_used_before_and_after(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Any:
     kept = p[:7] * 2
     before = kept.sum()
@@ -101,7 +94,7 @@ def lazy_reads_kept_over_several(p: Tensor, qs: list[Tensor], i: Tensor, j: Tens
     return [a - b for a, b in pairwise(kept)], p[3:9] * 2
 
 
-@pattern(_two_pools)
+@pattern(two_pools)
 def lazy_read_of_the_source(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Any:
     kept = q[:5] - 1
     transfer_kv([p], [q], i, j)
@@ -118,7 +111,7 @@ def one_buffer_loaded_again_and_again(p: Tensor, qs: list[Tensor], i: Tensor, j:
     return sum(parts)
 
 
-@pattern(_two_stacks)
+@pattern(two_stacks)
 def layers_of_a_stack(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
     state = p[0, :4] * 1.0
     for layer in range(LAYERS):
@@ -127,7 +120,7 @@ def layers_of_a_stack(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return state
 
 
-@pattern(_two_stacks)
+@pattern(two_stacks)
 def layers_ahead_of_their_use(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
     transfer_kv([p[0]], [q[0]], i, j)
     state = p[0, :4] * 0
@@ -138,7 +131,14 @@ def layers_ahead_of_their_use(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Ten
     return state
 
 
-@pattern(_two_stacks)
+@pattern(two_stacks)
+def layer_to_layer(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    kept = p[1, :4] * 2
+    transfer_kv([p[0], p[2]], [p[1], q[0]], i, j)
+    return kept + p[0, :4]
+
+
+@pattern(two_stacks)
 def stack_in_one_call(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
     kept = p[1, :3] * 2
     transfer_kv([p], [q], i, j, slot_dim=1)
@@ -163,7 +163,7 @@ def list_of_layers_in_one_call(ps: list[Tensor], qs: list[Tensor], i: Tensor, j:
 
 
 def _halves(slots: int, device: str) -> tuple[Any, ...]:
-    return pool(2, LAYERS, slots, ROW, device=device), *_two_stacks(slots, device)
+    return pool(2, LAYERS, slots, ROW, device=device), *two_stacks(slots, device)
 
 
 @pattern(_halves)
@@ -176,7 +176,7 @@ def keys_and_values_of_one_base(kv: Tensor, ks: Tensor, vs: Tensor, i: Tensor, j
     return state
 
 
-@pattern(_two_pools)
+@pattern(two_pools)
 def layers_as_slices_of_one_base(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
     half = p.shape[0] // 2
     lower, upper = p[:half], p[half:]
@@ -190,7 +190,7 @@ def layers_as_slices_of_one_base(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> 
 def _strided(slots: int, device: str) -> tuple[Any, ...]:
     padded = pool(slots, ROW + 3, device=device)
     permuted = pool(2, slots, ROW // 2, device=device)
-    p, q, i, j = _two_pools(slots, device)
+    p, q, i, j = two_pools(slots, device)
     return padded, permuted, [p, q], i, j
 
 
@@ -237,7 +237,7 @@ def written_by_aten_between(ps: list[Tensor], qs: list[Tensor], i: Tensor, j: Te
     return state
 
 
-@pattern(_two_stacks)
+@pattern(two_stacks)
 def matrix_product_over_a_transfer(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
     # A pattern of inductor's joins product and sum (addmm), here from both sides of a transfer.
     product = p[0, :4] @ p[0, :ROW].T
@@ -245,7 +245,7 @@ def matrix_product_over_a_transfer(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -
     return product + p[1, :4, :1]
 
 
-@pattern(_two_stacks)
+@pattern(two_stacks)
 def attention_over_a_transfer(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
     keys, values = p[0, :4].view(1, 4, ROW), p[1, :4].view(1, 4, ROW)
     scores = (q[0, :2].view(1, 2, ROW) @ keys.transpose(1, 2)).sign()
@@ -255,8 +255,38 @@ def attention_over_a_transfer(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Ten
     return out
 
 
+def _attention(slots: int, device: str) -> tuple[Any, ...]:
+    kv, host = (pool(2, slots, 4, 16, device=device) for _ in range(2))
+    query = pool(1, 4, 3, 16, device=device)
+    return kv, host, query, indices(9, slots, device), indices(9, slots, device)
+
+
+def test_attention_pattern_over_a_transfer(device: str) -> None:
+    """Inductor replaces attention by a fused op behind its last part, where the keys have changed."""
+
+    def function(kv: Tensor, host: Tensor, query: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        keys, values = (plane.unsqueeze(0).transpose(1, 2) for plane in kv)
+        weights = (query @ keys.transpose(-2, -1)).div(4.0).softmax(-1)
+        transfer_kv([kv[0]], [host[0]], i, j)
+        return weights @ values
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True)
+    with torch.no_grad():
+        for slots in SLOTS[:2]:
+            args = _attention(slots, device)
+            eager_args, compiled_args = copy_of(args), copy_of(args)
+            expected = function(*eager_args)
+            with allocations() as sizes:
+                actual = compiled(*compiled_args)
+            # The fused op adds in another order; keys from behind the transfer are off by far more.
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+            assert_same(eager_args, compiled_args, f"{slots} slots")
+            assert max(sizes) < slots * 4 * 16 * 4
+
+
 def _with_count(slots: int, device: str) -> tuple[Any, ...]:
-    p, q, i, j = _two_pools(slots, device)
+    p, q, i, j = two_pools(slots, device)
     return p, q, i.int(), j, torch.tensor([4], device=device)
 
 
@@ -267,7 +297,7 @@ def count_and_narrow_indices(p: Tensor, q: Tensor, i: Tensor, j: Tensor, count: 
     return kept + p[:6]
 
 
-@pattern(_two_pools)
+@pattern(two_pools)
 def half_precision_and_bytes(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Any:
     fresh = torch.zeros(4, ROW, dtype=torch.bfloat16, device=p.device)
     transfer_kv([fresh], [q[:9].bfloat16()], torch.arange(4, device=i.device), i[:4] % 9)
@@ -284,120 +314,6 @@ def test_pattern(name: str, device: str) -> None:
     for slots in SLOTS:
         sizes = compare(function, compiled, make(slots, device), f"{name}, {slots} slots")
         assert max(sizes, default=0) < slots * ROW * 4, f"{slots} slots: a copy of a plane: {sizes}"
-
-
-# --- Sources and destinations that the program keeps apart with a copy ----------------------------
-
-
-def _cat(p: Tensor) -> Tensor:
-    return torch.cat([p[:5], p[5:]])
-
-
-COPIES = {
-    "clone": lambda p: p.clone(),
-    "clone of a clone": lambda p: p.clone().clone(),
-    "to": lambda p: p.to(p.dtype, copy=True),
-    "times one": lambda p: p * 1,
-    "times ones": lambda p: p * torch.ones_like(p),
-    "plus zeros": lambda p: p + torch.zeros_like(p),
-    "cat": _cat,
-    "slice of a clone": lambda p: p.clone()[:],
-    "gather": lambda p: p[torch.arange(p.shape[0], device=p.device)],
-}
-
-
-@pytest.mark.parametrize("copy", COPIES)
-def test_copy_as_source_is_kept(copy: str, device: str) -> None:
-    def function(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Any:
-        kept = p[:5] * 2
-        transfer_kv([p, q], [COPIES[copy](p), p.clone()], i, j)
-        return kept + p[:5]
-
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True)
-    for slots in SLOTS[:2]:
-        sizes = compare(function, compiled, _two_pools(slots, device), f"{copy}, {slots} slots")
-        assert sum(size >= slots * ROW * 4 for size in sizes) <= 2, "more copies than were asked for"
-
-
-def test_copies_elsewhere_are_kept(device: str) -> None:
-    def function(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Any:
-        old = p.clone()
-        fresh = q * 2
-        copy = fresh.clone()
-        transfer_kv([copy], [fresh], i, j)  # a clone as destination
-        transfer_kv([p], [q], i, j)
-        transfer_kv([q], [old], i, j)  # old contents of a pool that was written since
-        transfer_kv([p], [copy], p[:9, 0].clone().abs().long() % 9 * 0 + i, i)
-        return copy, old
-
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True)
-    for slots in SLOTS[:2]:
-        compare(function, compiled, _two_pools(slots, device), f"{slots} slots")
-
-
-def test_old_contents_cost_no_more_than_their_copy(device: str) -> None:
-    """Inductor drops the clone of one layer, and would then copy the stack to keep its old contents."""
-
-    def function(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Any:
-        old = p[1].clone()
-        transfer_kv([q[0]], [old], j, i)
-        transfer_kv([p[1]], [q[1]], i, j)
-        return (old - p[1]).sum(1)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True)
-    for slots in SLOTS[:2]:
-        sizes = compare(function, compiled, _two_stacks(slots, device), f"{slots} slots")
-        assert max(sizes) <= slots * ROW * 4
-
-
-def test_destination_whose_copy_inductor_drops(device: str) -> None:
-    """It then takes the layer, which lies elsewhere in its storage than the copy did."""
-
-    def function(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> None:
-        q.copy_(p[1])
-        transfer_kv([q], [q + torch.zeros_like(q)], i, j)
-        q.add_(1)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True)
-    for slots in SLOTS[:2]:
-        p, q, i, j = _two_stacks(slots, device)
-        compare(function, compiled, (p, q[0].clone(), i, j), f"{slots} slots")
-
-
-@pytest.mark.parametrize("then", ["nothing", "transfer", "aten"])
-def test_written_copy_of_a_pool_that_was_written(then: str, device: str) -> None:
-    """Inductor drops the copy; what is written into it must not reach the pool, nor the other way."""
-
-    def function(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        transfer_kv([p.T], [q.T], i % ROW, j % ROW)
-        copy = p.T.clone()
-        transfer_kv([copy], [q.T], j[:3] % ROW, i[:3] % ROW)
-        if then == "transfer":
-            transfer_kv([p.T], [q.T], j[3:6] % ROW, i[3:6] % ROW)
-        elif then == "aten":
-            p[i[:2]] = 5
-        return copy
-
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True)
-    for slots in SLOTS[:2]:
-        p, q, _, _ = _two_pools(slots, device)
-        i, j = indices(ROW, ROW, device), indices(ROW, ROW, device)
-        compare(function, compiled, (p, q, i, j), f"{slots} slots")
-
-
-def test_indices_that_were_cloned_from_the_written_pool(device: str) -> None:
-    def function(p: Tensor, q: Tensor) -> Tensor:
-        transfer_kv([p], [q], p[:5].clone(), p[5:10].clone())
-        return p * 2
-
-    torch._dynamo.reset()
-    p = torch.randperm(16).to(device)
-    compare(function, torch.compile(function, fullgraph=True), (p, torch.randperm(16).to(device)))
 
 
 # --- Where a pool comes from, and in which mode ---------------------------------------------------
@@ -454,7 +370,7 @@ def test_modes(mode: str, device: str) -> None:
     torch._dynamo.reset()
     with MODES[mode]():
         compiled = torch.compile(layers_of_a_stack, fullgraph=True)
-        sizes = compare(layers_of_a_stack, compiled, _two_stacks(64, device))
+        sizes = compare(layers_of_a_stack, compiled, two_stacks(64, device))
         assert max(sizes) < 64 * ROW * 4
 
 
@@ -481,7 +397,7 @@ def test_autograd_elsewhere(device: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True)
     for slots in SLOTS:
-        args = *_two_stacks(slots, device), pool(ROW, ROW, device=device)
+        args = *two_stacks(slots, device), pool(ROW, ROW, device=device)
         sizes = compare(with_gradient(function), with_gradient(compiled), args)
         assert max(sizes) < slots * ROW * 4
 

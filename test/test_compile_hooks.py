@@ -25,7 +25,8 @@ HOOKS = ("joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_po
 def _own_hooks() -> Any:
     """Every test begins without passes and leaves none of its own."""
     torch._dynamo.reset()
-    with torch._inductor.config.patch(dict.fromkeys(HOOKS)):
+    no_cache = torch._functorch.config.patch(enable_autograd_cache=False)
+    with torch._inductor.config.patch(dict.fromkeys(HOOKS)), no_cache:
         yield
 
 
@@ -62,7 +63,6 @@ def _assert_lean(function: Any = None) -> None:
 def test_user_pass_that_was_there_first(hook: str) -> None:
     user_pass = UserPass()
     with torch._inductor.config.patch({hook: user_pass, "fx_graph_cache": False}):
-        torch._functorch.config.enable_autograd_cache = False
         _assert_lean()
         assert user_pass.calls == 1
 
@@ -94,6 +94,18 @@ def test_user_passes_in_a_list() -> None:
     with torch._inductor.config.patch(joint_custom_post_pass=user_passes, fx_graph_cache=False):
         _assert_lean()
     assert [user_pass.calls for user_pass in user_passes] == [1, 1]
+
+
+def test_user_pass_that_numbers_the_regions_anew() -> None:
+    """As the pattern matcher does where it replaced the first node of a graph."""
+    from torch._inductor.pattern_matcher import compute_mutation_region_ids
+
+    class Renumber(UserPass):
+        def __call__(self, graph: Graph) -> None:
+            compute_mutation_region_ids(graph)
+
+    with torch._inductor.config.patch(joint_custom_post_pass=Renumber(), fx_graph_cache=False):
+        _assert_lean()
 
 
 def test_installing_twice_adds_nothing() -> None:

@@ -120,15 +120,15 @@ def _add_pass(hook: str, graph_pass: _Pass, *, first: bool = False) -> None:
     setattr(torch._inductor.config, hook, value)
 
 
-def _transfers(graph: Graph) -> list[Node]:
-    """The transfers of a functional graph: the op inside torch's wrapper for mutating ops."""
+def _is_transfer(node: Node) -> bool:
+    """The op inside torch's wrapper for mutating ops, as functional graphs have it."""
     higher_order = torch.ops.higher_order
-    return [
-        node
-        for wrapper in (higher_order.auto_functionalized_v2, higher_order.auto_functionalized)
-        for node in graph.find_nodes(op="call_function", target=wrapper)
-        if node.args[0] is torch.ops.hicache.transfer_kv.default
-    ]
+    wrappers = (higher_order.auto_functionalized_v2, higher_order.auto_functionalized)
+    return node.target in wrappers and node.args[0] is torch.ops.hicache.transfer_kv.default
+
+
+def _transfers(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if _is_transfer(node)]
 
 
 def _separate_regions(graph: Graph) -> None:
@@ -214,10 +214,14 @@ def _keep_bases(transfer: Node) -> None:
     if "_all_bases" not in transfer.kwargs or _GEOMETRY not in transfer.meta:
         return
     bases = _bases(transfer)
+    versions = _written_versions(transfer)
     for position, recorded in enumerate(transfer.meta[_GEOMETRY]):
-        now = _geometry(bases[position])
-        if not all(statically_known_true(a == b) for a, b in zip(recorded, now, strict=True)):
-            bases[position] = _insert_clone(bases[position], transfer)
+        base, version = bases[position], versions[position]
+        now = _geometry(base)
+        moved = not all(statically_known_true(a == b) for a, b in zip(recorded, now, strict=True))
+        memory = _input_of(base)
+        if moved or (memory and version and not _flows_back(version, memory)):
+            bases[position] = _insert_clone(base, transfer)
             transfer.kwargs = {**transfer.kwargs, "_all_bases": bases}
 
 
@@ -248,8 +252,9 @@ def _keep_old_contents(graph: Graph, transfers: Sequence[Node]) -> None:
     for node in order:
         views.setdefault(_storage(node), []).append(node)
     for transfer in transfers:
-        for base, written in zip(_bases(transfer), _written_versions(transfer), strict=True):
-            if written is None or not _is_copied_back(written):
+        for base, version in zip(_bases(transfer), _written_versions(transfer), strict=True):
+            memory = _input_of(base)
+            if not (memory and version and _flows_back(version, memory)):
                 continue
             for view in views.get(_storage(base), ()):
                 users = [user for user in view.users if _uses_after(user, view, transfer, order)]
@@ -266,20 +271,57 @@ def _written_versions(transfer: Node) -> list[Node | None]:
     return [outputs.get(position + 1) for position in range(len(_bases(transfer)))]
 
 
-def _is_copied_back(version: Node) -> bool:
-    """Whether these contents, or what further transfers make of them, go back into an input.
+def _input_of(base: Node) -> Node | None:
+    """The graph's input in whose memory `base` lives, through transfers into it and views."""
+    while base.op == "call_function" and base.args and isinstance(base.args[0], Node):
+        source = base.args[0]
+        if base.target is operator.getitem and _is_transfer(source):
+            base = _bases(source)[int(base.args[1]) - 1]
+        elif _storage(source) == _storage(base):
+            base = source
+        else:
+            return None
+    return base if base.op in ("placeholder", "get_attr") else None
 
-    Only then do they live in the input's memory for sure. Any other transfer into that memory writes a
-    copy which inductor dropped, and must not write in place.
+
+def _flows_back(version: Node, memory: Node) -> bool:
+    """Whether contents that a transfer wrote are on their way into this input.
+
+    Only then may the transfer write the input's memory. If not, it writes a copy that inductor dropped:
+    torch lets it write the original, and overwrites that with what belongs there before, or after,
+    the copy is read.
     """
+    copy_back = torch.ops.aten.copy_.default
+    targets = [user.args[0] for user in version.users if user.target is copy_back]
+    if memory in targets:
+        return True
+    if targets or any(user.op == "output" for user in version.users):
+        return False
+    return any(
+        _flows_back(new, memory) if transferred else _leads_to(new, memory, set())
+        for new, transferred in _made_of(version)
+    )
+
+
+def _made_of(version: Node) -> list[tuple[Node, bool]]:
+    """What further transfers, or other ops (`mul_`, `index_put_`), make of these contents."""
+    made = []
     for user in version.users:
-        if user.target is torch.ops.aten.copy_.default and user.args[1] is version:
-            return True
-        if user.args and user.args[0] is torch.ops.hicache.transfer_kv.default:
-            for base, written in zip(_bases(user), _written_versions(user), strict=True):
-                if base is version and written is not None and _is_copied_back(written):
-                    return True
-    return False
+        if _is_transfer(user):
+            pairs = zip(_bases(user), _written_versions(user), strict=True)
+            made += [(new, True) for base, new in pairs if base is version and new]
+        elif user.args and user.args[0] is version:
+            made.append((user, False))
+    return made
+
+
+def _leads_to(node: Node, memory: Node, seen: set[Node]) -> bool:
+    seen.add(node)
+    if node.target is torch.ops.aten.copy_.default:
+        return node.args[0] is memory
+    copies = [user for user in node.users if user.target is torch.ops.aten.copy_.default]
+    new = [user for user, _ in _made_of(node)]
+    return any(_leads_to(user, memory, seen) for user in (*copies, *new) if user not in seen)
 
 
 def _uses_after(user: Node, view: Node, transfer: Node, order: dict[Node, int]) -> bool:
