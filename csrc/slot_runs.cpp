@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <stdexcept>
 
 #include "text.h"
@@ -13,8 +14,10 @@ namespace hicache {
 namespace {
 
 [[noreturn]] void throw_out_of_range(const char* name, int64_t position, int64_t value, int64_t slots) {
-  throw std::out_of_range(concat("[transfer_kv] ", name, "[", position, "] is ", value, ", out of range for ",
-                                 slots, " slots (-1 skips an entry)."));
+  const bool has_limit = slots != std::numeric_limits<int64_t>::max();  // a call without planes has none
+  throw std::out_of_range(concat("[transfer_kv] ", name, "[", position, "] is ", value,
+                                 has_limit ? concat(", out of range for ", slots, " slots") : ", below 0",
+                                 " (-1 skips an entry)."));
 }
 
 // A search for the first bad position, shared by the threads that check parts of the indices.

@@ -284,19 +284,59 @@ PlaneGroup collapse(const View& dst, const View& src, int64_t slot_dim) {
   return group;
 }
 
+// Whether two planes of a group, `distance` bytes apart, have a byte in common. A plane's own elements do not
+// meet, so going from the longest stride to the shortest only two multiples of each can lead near enough.
+bool planes_meet(const std::vector<Loop>& dims, size_t next, int64_t distance, int64_t chunk_bytes) {
+  if (next == dims.size())
+    return -chunk_bytes < distance && distance < chunk_bytes;
+  const int64_t stride = dims[next].dst_stride_bytes, steps = distance / stride;
+  for (int64_t i = steps - 1; i <= steps + 1; ++i)
+    if (-dims[next].size < i && i < dims[next].size &&
+        planes_meet(dims, next + 1, distance - i * stride, chunk_bytes))
+      return true;
+  return false;
+}
+
+// Destination planes that share bytes would race for them. Equal addresses are found in any list, shifted
+// views where the planes have one distance between neighbours; the rest is the caller's to get right.
+void check_distinct_addresses(const std::vector<Extent>& dst_extents) {
+  std::vector<std::pair<const char*, int32_t>> planes;
+  for (const Extent& extent : dst_extents)
+    planes.push_back({extent.begin, extent.position});
+  std::sort(planes.begin(), planes.end());
+  for (size_t i = 1; i < planes.size(); ++i)
+    if (planes[i].first == planes[i - 1].first)
+      throw_value_error("dst[", planes[i - 1].second, "] and dst[", planes[i].second,
+                        "] share memory; a destination must be named once.");
+}
+
+// For planes that join_planes has made a loop.
+void check_planes_apart(const PlaneGroup& group, int64_t dst_slots) {
+  std::vector<Loop> dims(group.loops.begin() + 1, group.loops.end());
+  if (dst_slots > 1)
+    dims.push_back({dst_slots, group.dst_slot_stride_bytes, 0});
+  std::sort(dims.begin(), dims.end(),
+            [](const Loop& a, const Loop& b) { return a.dst_stride_bytes > b.dst_stride_bytes; });
+  const Loop& planes = group.loops[0];
+  for (int64_t i = 1; i < planes.size; ++i)
+    if (planes_meet(dims, 0, i * planes.dst_stride_bytes, group.chunk_bytes))
+      throw_value_error("two tensors of dst share memory (shifted views?); a destination must be named once.");
+}
+
 // Planes with one distance between neighbours on each side are a loop: a list of views of one pool
-// costs a backend no more than a stack.
-void join_planes(PlaneGroup& group) {
+// costs a backend no more than a stack. True where that was so.
+bool join_planes(PlaneGroup& group) {
   if (group.planes.size() < 2)
-    return;
+    return false;
   const int64_t dst_step = group.planes[1].dst - group.planes[0].dst;
   const int64_t src_step = group.planes[1].src - group.planes[0].src;
   for (size_t i = 2; i < group.planes.size(); ++i)
     if (group.planes[i].dst - group.planes[i - 1].dst != dst_step ||
         group.planes[i].src - group.planes[i - 1].src != src_step)
-      return;
+      return false;
   group.loops.insert(group.loops.begin(), {static_cast<int64_t>(group.planes.size()), dst_step, src_step});
   group.planes.resize(1);
+  return true;
 }
 
 // The accelerator's address of a tensor's first byte; the host's own where it has none.
@@ -433,8 +473,10 @@ TransferArgs plan_transfer(const std::vector<Tensor>& dst, const std::vector<Ten
   args.dst_slots = args.src_slots = std::numeric_limits<int64_t>::max();
   for (size_t i = 0; i < dst.size(); ++i)
     add_pair(args, dst_views[i], src_views[i], slot_dim, i, map);
+  check_distinct_addresses(args.dst_extents);
   for (PlaneGroup& group : args.groups)
-    join_planes(group);
+    if (join_planes(group))
+      check_planes_apart(group, args.dst_slots);
   check_cpu_indices(args);
   return args;
 }

@@ -141,6 +141,7 @@ BAD_PAIRS: dict[str, Callable[[str], Changes]] = {
 
 
 # What only data tells.
+_TWICE = torch.ones(9, 4)
 BAD_DATA: dict[str, Changes] = {
     "dst index": {"dst_indices": torch.tensor([1, 2, 9])},
     "src index": {"src_indices": torch.tensor([-2, 0, 8], dtype=torch.int32)},
@@ -154,6 +155,11 @@ BAD_DATA: dict[str, Changes] = {
     "index beside padding": {"dst_indices": torch.full((3,), -1), "src_indices": torch.tensor([0, 0, 8])},
     "negative count": {"count": torch.tensor(-1)},
     "count too large": {"count": torch.tensor([4], dtype=torch.int32)},
+    "one destination twice": {"dst": [_TWICE, _TWICE], "src": [torch.ones(8, 4), torch.ones(8, 4)]},
+    "shifted destinations": {
+        "dst": [_TWICE[:8], _TWICE[1:]],
+        "src": [torch.ones(8, 4), torch.ones(8, 4)],
+    },
     "copy_engine": {"method": "copy_engine"},
     "staged": {"method": "staged", "dst": [], "src": []},
 }

@@ -118,12 +118,14 @@ On the CPU
 By data
   dst index: IndexError: [transfer_kv] dst_indices[2] is 9, out of range for 9 slots (-1 skips an entry).
   src index: IndexError: [transfer_kv] src_indices[0] is -2, out of range for 8 slots (-1 skips an entry).
-  index without planes: IndexError: [transfer_kv] src_indices[2] is -3, out of range for 9223372036854775807 slots (-1 skips an entry).
+  index without planes: IndexError: [transfer_kv] src_indices[2] is -3, below 0 (-1 skips an entry).
   index of rows of no bytes: IndexError: [transfer_kv] dst_indices[1] is 9, out of range for 9 slots (-1 skips an entry).
   index of a pool without slots: IndexError: [transfer_kv] src_indices[0] is 0, out of range for 0 slots (-1 skips an entry).
   index beside padding: IndexError: [transfer_kv] src_indices[2] is 8, out of range for 8 slots (-1 skips an entry).
   negative count: ValueError: [transfer_kv] count must be between 0 and 3, the number of indices, got -1.
   count too large: ValueError: [transfer_kv] count must be between 0 and 3, the number of indices, got 4.
+  one destination twice: ValueError: [transfer_kv] dst[0] and dst[1] share memory; a destination must be named once.
+  shifted destinations: ValueError: [transfer_kv] two tensors of dst share memory (shifted views?); a destination must be named once.
   copy_engine: ValueError: [transfer_kv] method 'copy_engine' needs an accelerator, but both pools are on cpu; use 'auto' or 'kernel'.
   staged: ValueError: [transfer_kv] method 'staged' needs an accelerator, but both pools are on cpu; use 'auto' or 'kernel'.
 """,  # noqa: E501

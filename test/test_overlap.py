@@ -1,5 +1,6 @@
 """Source and destination in one storage: what is allowed, and what is refused before a byte moves."""
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -155,3 +156,32 @@ def test_text_names_the_slots() -> None:
     text = r"dst slots 4 to 6 against src slots 2 to 4\)\. Copy through a buffer"
     with pytest.raises(ValueError, match=text):
         transfer_kv([tensor], [tensor], torch.tensor([4, 5, 6]), torch.tensor([2, 3, 4]))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_destinations_that_share_bytes(device: str, seed: int) -> None:
+    """Two views of one buffer, each of its own elements apart: refused where a byte is common, else right."""
+    draw = random.Random(seed)
+    verdicts = set()
+    for _ in range(25):
+        sizes = [draw.randint(1, 4), draw.randint(1, 5), draw.randint(1, 6)]
+        strides, step = [0, 0, 0], draw.choice([1, 1, 2])
+        for dim in draw.choice([(2, 1, 0), (2, 0, 1), (1, 2, 0)]):
+            strides[dim] = step * draw.choice([1, 1, 2, 3])
+            step = strides[dim] * sizes[dim]
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        distance = draw.randint(0, extent + 2)
+        flat = pool(device, extent + distance)
+        dst = [flat.as_strided(sizes, strides, offset) for offset in (0, distance)]
+        draw.shuffle(dst)
+        numbers = torch.arange(len(flat))
+        bytes_of = [set(numbers.as_strided(sizes, strides, at).flatten().tolist()) for at in (0, distance)]
+        src = [pool(device, *sizes) for _ in dst]
+        indices = torch.arange(sizes[1])
+        if bytes_of[0] & bytes_of[1]:
+            with unchanged(dst), pytest.raises(ValueError, match="share memory"):
+                transfer_kv(dst, src, indices, indices, slot_dim=1)
+        else:
+            check_transfer(dst, src, indices, indices, slot_dim=1)
+        verdicts.add(bool(bytes_of[0] & bytes_of[1]))
+    assert verdicts == {True, False}
