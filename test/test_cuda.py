@@ -176,12 +176,12 @@ def test_cpu_indices_are_refused_while_capturing_and_the_capture_goes_on() -> No
 
 def test_replays_record_errors_and_capture_raises_none() -> None:
     host, device = pools()
-    bad = cuda(1, 99)
-    transfer_kv([device], [host], bad, cuda(1, 2), slot_dim=1)
+    bad, good = cuda(1, 99), cuda(1, 2)
+    transfer_kv([device], [host], bad, good, slot_dim=1)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # the error of the call above is not raised in here
-        transfer_kv([device], [host], bad, cuda(1, 2), slot_dim=1)
+        transfer_kv([device], [host], bad, good, slot_dim=1)
     with pytest.raises(IndexError, match=r"dst_indices\[1\] is 99"):
         torch_hicache.check_errors("cuda")
     torch_hicache.check_errors("cuda")

@@ -76,7 +76,11 @@ def test_overlap_by_device_indices_stays_in_bounds() -> None:
 def test_overlap_of_a_host_pool_and_its_device_view_is_seen() -> None:
     host, _ = pools()
     view = torch_hicache.device_view(host, "cuda")
-    check_transfer([view], [host], torch.tensor([1, 2]), torch.tensor([3, 4]), slot_dim=1)
+    expected = host.clone()
+    expected[:, 1:3] = host[:, 3:5]
+    transfer_kv([view], [host], torch.tensor([1, 2]), torch.tensor([3, 4]), slot_dim=1)
+    torch.cuda.synchronize()
+    assert torch.equal(host, expected)
     with unchanged([host]), pytest.raises(ValueError, match="destination and source overlap"):
         transfer_kv([view], [host], torch.tensor([1, 2]), torch.tensor([2, 4]), slot_dim=1)
 

@@ -131,6 +131,7 @@ By data
 """,  # noqa: E501
         )
 
+    @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="torch makes no fake of a missing cuda:1")
     def test_texts_that_name_devices(self) -> None:
         """By the fake kernel; a GPU that is there says the same (above, and in test_two_devices.py)."""
         cuda = {name: fake_text_of(make, "cuda") for name, make in (BAD_PLACES | BAD_PAIRS).items()}

@@ -97,6 +97,9 @@ DeviceIndices as_given(const IndexView& indices) {
   return {indices.data, indices.stride, indices.is_int64};
 }
 
+// A key whose low bits, however many are sorted by, put it behind every slot; the copy kernel reads it as -1.
+constexpr uint32_t kPaddingKey = 0xFFFFFFFF;
+
 // Checks each entry and writes it as a (key, value) pair: key is the slot to sort by, with padding last.
 __global__ void prepare_entries(const __grid_constant__ CopyParams params, bool by_dst, uint32_t* keys,
                                 int32_t* values) {
@@ -110,8 +113,7 @@ __global__ void prepare_entries(const __grid_constant__ CopyParams params, bool 
     if (is_bad)
       report_bad_entry(params, i);
     const int64_t host_slot = by_dst ? dst_slot : src_slot;
-    const int64_t host_slots = by_dst ? params.dst_slots : params.src_slots;
-    keys[i] = static_cast<uint32_t>(moves ? host_slot : host_slots);
+    keys[i] = moves ? static_cast<uint32_t>(host_slot) : kPaddingKey;
     values[i] = static_cast<int32_t>(moves ? (by_dst ? src_slot : dst_slot) : -1);
   }
   report_clamped_count(params);
