@@ -160,7 +160,7 @@ def test_text_names_the_slots() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_destinations_that_share_bytes(device: str, seed: int) -> None:
-    """Two views of one buffer, each of its own elements apart: refused where a byte is common, else right."""
+    """Two views of one buffer: refused where a byte is common, else right."""
     draw = random.Random(seed)
     verdicts = set()
     for _ in range(25):
@@ -175,7 +175,9 @@ def test_destinations_that_share_bytes(device: str, seed: int) -> None:
         dst = [flat.as_strided(sizes, strides, offset) for offset in (0, distance)]
         draw.shuffle(dst)
         numbers = torch.arange(len(flat))
-        bytes_of = [set(numbers.as_strided(sizes, strides, at).flatten().tolist()) for at in (0, distance)]
+        bytes_of = [
+            set(numbers.as_strided(sizes, strides, offset).flatten().tolist()) for offset in (0, distance)
+        ]
         src = [pool(device, *sizes) for _ in dst]
         indices = torch.arange(sizes[1])
         if bytes_of[0] & bytes_of[1]:
