@@ -2,30 +2,18 @@
 
 #include <cuda_runtime.h>
 
-#include <map>
-#include <mutex>
 #include <new>
-#include <shared_mutex>
 #include <stdexcept>
 
+#include "../host_registrations.h"
 #include "runtime.h"
 
 namespace hicache {
 namespace {
 
-struct Registration {
-  size_t nbytes;
-  const char* device_address;
-};
-
-// Registrations made here, by host address. Never destroyed: tensors may outlive static objects.
-struct Registry {
-  std::shared_mutex mutex;
-  std::map<const char*, Registration> by_host;
-};
-
-Registry& registry() {
-  static auto* instance = new Registry;
+// Never destroyed: tensors may outlive static objects.
+HostRegistrations& registrations() {
+  static auto* instance = new HostRegistrations;
   return *instance;
 }
 
@@ -52,9 +40,8 @@ void register_host_memory(const Tensor& on_device, int64_t address, int64_t nbyt
   if (mapped != cudaSuccess)
     (void)cudaHostUnregister(host);
   check_cuda(mapped, "cudaHostGetDevicePointer");
-  const std::unique_lock<std::shared_mutex> lock(registry().mutex);
-  registry().by_host[static_cast<const char*>(host)] = {static_cast<size_t>(nbytes),
-                                                        static_cast<const char*>(device)};
+  registrations().add(static_cast<const char*>(host), static_cast<size_t>(nbytes),
+                      static_cast<const char*>(device));
 }
 
 // Waits for the device first: a transfer that still uses the memory must not lose it.
@@ -62,11 +49,8 @@ void unregister_host_memory(const Tensor& on_device, int64_t address) {
   const torch::stable::accelerator::DeviceGuard guard(on_device.get_device_index());
   const RelaxedCapture relaxed;
   const char* host = reinterpret_cast<const char*>(address);
-  {
-    const std::unique_lock<std::shared_mutex> lock(registry().mutex);
-    if (registry().by_host.erase(host) == 0)
-      throw std::invalid_argument("[host_memory] this memory was not registered here.");
-  }
+  if (!registrations().remove(host))
+    throw std::invalid_argument("[host_memory] this memory was not registered here.");
   check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   check_cuda(cudaHostUnregister(const_cast<char*>(host)), "cudaHostUnregister");
 }
@@ -85,20 +69,16 @@ int64_t host_device_address(const Tensor& on_device, int64_t address, int64_t nb
 }  // namespace
 
 const char* CudaHostMemoryMap::device_address(const char* begin, const char* end) const {
-  {
-    Registry& known = registry();
-    const std::shared_lock<std::shared_mutex> lock(known.mutex);
-    auto after = known.by_host.upper_bound(begin);
-    if (after != known.by_host.begin()) {
-      const auto& [host, registration] = *--after;
-      if (end <= host + registration.nbytes)
-        return registration.device_address + (begin - host);
-    }
-  }
+  if (const char* device = registrations().device_address(begin, end))
+    return device;
   // A registration by others may end inside the tensor.
   const char* first = runtime_device_address(begin);
   const char* last = runtime_device_address(end - 1);
   return first != nullptr && last == first + (end - 1 - begin) ? first : nullptr;
+}
+
+std::vector<const char*> registration_seams(const char* begin, const char* end) {
+  return registrations().seams(begin, end);
 }
 
 bool is_host_memory(const void* device_address) {
