@@ -26,12 +26,15 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
-SHARED_SOURCES = ["transfer_kv.cpp", "slot_runs.cpp"]
+SHARED_SOURCES = ["transfer_kv.cpp", "slot_runs.cpp", "plan.cpp"]
 SOURCES = {
     "cpu": ["ops.cpp", *SHARED_SOURCES, "cpu/transfer_kv.cpp"],
     "cuda": [
         *SHARED_SOURCES,
-        "cuda/transfer_kv.cu",
+        "cuda/transfer_kv.cpp",
+        "cuda/copy_kernel.cu",
+        "cuda/copy_engine.cpp",
+        "cuda/staged.cpp",
         "cuda/entries.cu",
         "cuda/device_state.cu",
         "cuda/host_memory.cpp",

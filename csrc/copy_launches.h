@@ -82,6 +82,18 @@ inline Box slice_box(const Box& box, size_t dim, int64_t begin, int64_t size) {
   return part;
 }
 
+// The same box with one side packed without gaps, in the box's order: how a buffer holds it. Entries are
+// numbered from 0 there; the planes' addresses are the caller's to set.
+inline Box compact_box(Box box, bool is_dst) {
+  int64_t stride = box.chunk_bytes;
+  for (size_t k = 0; k < box.num_dims; ++k) {
+    (is_dst ? box.dims[k].dst_stride_bytes : box.dims[k].src_stride_bytes) = stride;
+    stride *= box.dims[k].size;
+  }
+  (is_dst ? box.dst_offset : box.src_offset) = 0;
+  return box;
+}
+
 // The widest vector, up to 16 bytes, that every chunk's begin allows on both sides and a chunk can fill.
 inline int vector_bytes_of(const Box& box) {
   uint64_t bits = 16;
@@ -96,9 +108,10 @@ inline int vector_bytes_of(const Box& box) {
   return static_cast<int>(bits & (~bits + 1));
 }
 
-// Calls launch(box, vector_bytes) for parts of `box` that a launch can take, in order.
+// Calls launch(box, vector_bytes) for parts of `box` that a launch can take and that move at most `max_bytes`,
+// in order.
 template <typename Launch>
-void for_each_launch(const Box& box, const Launch& launch) {
+void for_each_launch(const Box& box, const Launch& launch, int64_t max_bytes = kMaxLaunchBytes) {
   if (box.num_dims > kMaxDims) {  // more strided dimensions than parameters: loop over the shortest here
     size_t shortest = box.num_dims;
     for (size_t k = 0; k < box.num_dims; ++k)
@@ -106,11 +119,11 @@ void for_each_launch(const Box& box, const Launch& launch) {
           (shortest == box.num_dims || box.dims[k].size < box.dims[shortest].size))
         shortest = k;
     for (int64_t i = 0; i < box.dims[shortest].size; ++i)
-      for_each_launch(slice_box(box, shortest, i, 1), launch);
+      for_each_launch(slice_box(box, shortest, i, 1), launch, max_bytes);
     return;
   }
   const int vector_bytes = vector_bytes_of(box);
-  const int64_t max_units = std::min(kMaxLaunchBytes / vector_bytes, kMaxLaunchUnits);
+  const int64_t max_units = std::min(max_bytes / vector_bytes, kMaxLaunchUnits);
   int64_t units = (box.chunk_bytes + vector_bytes - 1) / vector_bytes;
   if (units > max_units) {  // one chunk is more than a launch
     const int64_t piece_bytes = max_units * vector_bytes;
@@ -119,7 +132,7 @@ void for_each_launch(const Box& box, const Launch& launch) {
       piece.chunk_bytes = std::min(piece_bytes, box.chunk_bytes - at);
       piece.dst_offset += at;
       piece.src_offset += at;
-      for_each_launch(piece, launch);
+      for_each_launch(piece, launch, max_bytes);
     }
     return;
   }
@@ -133,13 +146,13 @@ void for_each_launch(const Box& box, const Launch& launch) {
       for (size_t slow = box.num_dims - 1; slow > k; --slow)
         if (box.dims[slow].size > 1) {
           for (int64_t i = 0; i < box.dims[slow].size; ++i)
-            for_each_launch(slice_box(box, slow, i, 1), launch);
+            for_each_launch(slice_box(box, slow, i, 1), launch, max_bytes);
           return;
         }
       const int64_t parts = (dim.size + limit - 1) / limit;
       const int64_t part_size = (dim.size + parts - 1) / parts;
       for (int64_t begin = 0; begin < dim.size; begin += part_size)
-        for_each_launch(slice_box(box, k, begin, std::min(part_size, dim.size - begin)), launch);
+        for_each_launch(slice_box(box, k, begin, std::min(part_size, dim.size - begin)), launch, max_bytes);
       return;
     }
     units *= dim.size;

@@ -15,6 +15,25 @@ STABLE_TORCH_LIBRARY(hicache, m) {
   // Raises, and clears, the first bad index that a kernel on this tensor's device met.
   m.def("check_errors(Tensor on_device) -> ()");
 
+  // Which method would serve the same call of transfer_kv, and why: one JSON object. plan.py is its caller.
+  m.def(
+      "explain(Tensor[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, int slot_dim=0, "
+      "Tensor? count=None, str method='auto', int max_blocks=0) -> str");
+  // The same for CPU tensors as if those of `on_device` (dst, src, dst_indices, src_indices) were an
+  // accelerator's.
+  m.def(
+      "explain_as_if(Tensor[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, int slot_dim=0, "
+      "Tensor? count=None, str method='auto', bool[] on_device, bool capturing, bool pageable, int[] table) -> "
+      "str");
+  // What `auto` decides by on this tensor's device, in the order of MethodTable in plan.h.
+  m.def("set_method_table(Tensor on_device, int[] values) -> ()");
+
+  // Records of bad indices apart from the device's own: while a thread uses one, its calls report there.
+  m.def("new_error_record(Tensor on_device) -> int");
+  m.def("use_error_record(Tensor on_device, int record) -> ()");    // 0: the device's own again
+  m.def("check_error_record(Tensor on_device, int record) -> ()");  // raises, and clears; no sync
+  m.def("free_error_record(Tensor on_device, int record) -> ()");
+
   // Host memory of the accelerator that `on_device` is on; host_memory.py is their only caller.
   // Addresses are integers because no tensor exists yet (or no longer) where they are needed.
   m.def("register_host_memory(Tensor on_device, int address, int nbytes) -> ()");

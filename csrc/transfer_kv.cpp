@@ -114,18 +114,6 @@ std::string shape_text(const View& view) {
   return shape_text(view.sizes, view.sizes + view.dim);
 }
 
-Method parse_method(std::string_view method) {
-  if (method == "auto")
-    return Method::kAuto;
-  if (method == "kernel")
-    return Method::kKernel;
-  if (method == "copy_engine")
-    return Method::kCopyEngine;
-  if (method == "staged")
-    return Method::kStaged;
-  throw_value_error("method must be 'auto', 'kernel', 'copy_engine' or 'staged', got '", method, "'.");
-}
-
 void check_integer(const View& view, const char* name) {
   if (view.dtype != aoti_torch_dtype_int32() && view.dtype != aoti_torch_dtype_int64())
     throw_value_error(name, " must be int32 or int64, got ", dtype_name(view.dtype), ".");
@@ -430,6 +418,18 @@ std::string device_name(const Device& device) {
     default:
       return concat("device type ", device.type, ":", device.index);
   }
+}
+
+Method parse_method(std::string_view method) {
+  if (method == "auto")
+    return Method::kAuto;
+  if (method == "kernel")
+    return Method::kKernel;
+  if (method == "copy_engine")
+    return Method::kCopyEngine;
+  if (method == "staged")
+    return Method::kStaged;
+  throw_value_error("method must be 'auto', 'kernel', 'copy_engine' or 'staged', got '", method, "'.");
 }
 
 TransferArgs plan_transfer(const std::vector<Tensor>& dst, const std::vector<Tensor>& src,

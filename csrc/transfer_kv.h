@@ -191,5 +191,6 @@ struct SlotRun {
 std::vector<SlotRun> slot_runs(const TransferArgs& args);
 
 std::string device_name(const Device& device);
+Method parse_method(std::string_view method);
 
 }  // namespace hicache

@@ -340,13 +340,6 @@ def test_torch_pinned_memory_is_reachable() -> None:
     check_transfer([device], [host], cuda(0, 3), cuda(2, 1))
 
 
-@pytest.mark.parametrize("method", ["copy_engine", "staged"])
-def test_methods_that_are_not_built_say_so(method: str) -> None:
-    host, device = pools()
-    with unchanged([device]), pytest.raises(ValueError, match=f"'{method}' is not built yet"):
-        transfer_kv([device], [host], torch.tensor([1]), torch.tensor([1]), slot_dim=1, method=method)
-
-
 def test_a_device_view_is_the_same_memory_and_keeps_it() -> None:
     host = torch_hicache.empty_host((4, 6), torch.float16, "cuda").fill_(2)
     view = torch_hicache.device_view(host.t()[1:], "cuda")

@@ -11,6 +11,7 @@ from torch_hicache import ops  # noqa: E402
 from torch_hicache._backends import Backend, backends  # noqa: E402
 from torch_hicache.host_memory import device_view, empty_host  # noqa: E402
 from torch_hicache.ops import check_errors, transfer_kv  # noqa: E402
+from torch_hicache.plan import MethodTable, Plan, explain, set_method_table  # noqa: E402
 
 try:
     __version__ = version("torch_hicache")
@@ -19,11 +20,15 @@ except PackageNotFoundError:  # a source tree that was built in place and not in
 
 __all__ = [
     "Backend",
+    "MethodTable",
+    "Plan",
     "__version__",
     "backends",
     "check_errors",
     "device_view",
     "empty_host",
+    "explain",
     "ops",
+    "set_method_table",
     "transfer_kv",
 ]

@@ -111,6 +111,6 @@ def _register_fallback(backend: Backend, key: str) -> None:
         return kernel
 
     library = torch.library.Library("hicache", "IMPL")
-    for name in ("transfer_kv", "check_errors"):
+    for name in ("transfer_kv", "explain", "check_errors"):
         library.impl(name, refuse(name), key)
     _fallbacks.append(library)

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../plan.h"
 #include "../transfer_kv.h"
 
 namespace hicache {
@@ -142,6 +143,41 @@ void transfer_kv_cpu(const std::vector<Tensor>& dst, const std::vector<Tensor>& 
   }
 }
 
+std::string explain_cpu(const std::vector<Tensor>& dst, const std::vector<Tensor>& src,
+                        const Tensor& dst_indices, const Tensor& src_indices, int64_t slot_dim,
+                        const std::optional<Tensor>& count, const std::string& method, int64_t max_blocks) {
+  const TransferArgs args =
+      plan_transfer(dst, src, dst_indices, src_indices, slot_dim, count, method, max_blocks);
+  Plan plan;
+  plan.bytes = args.num_entries * args.bytes_per_entry();
+  plan.batches = args.is_empty() ? 0 : 1;
+  plan.reason = "both pools are on the CPU";
+  return plan_text(plan);
+}
+
+std::string explain_as_if(const std::vector<Tensor>& dst, const std::vector<Tensor>& src,
+                          const Tensor& dst_indices, const Tensor& src_indices, int64_t slot_dim,
+                          const std::optional<Tensor>& count, const std::string& method,
+                          const std::vector<bool>& on_device, bool capturing, bool pageable,
+                          const std::vector<int64_t>& table) {
+  if (on_device.size() != 4 || table.size() != kMethodTableSize)
+    throw std::invalid_argument("[explain] on_device has 4 values and the table as many as MethodTable.");
+  TransferArgs args = plan_transfer(dst, src, dst_indices, src_indices, slot_dim, count, "auto", 0);
+  args.method = parse_method(method);
+  args.device = {1, 0};
+  args.dst_device = on_device[0] ? args.device : Device{};
+  args.src_device = on_device[1] ? args.device : Device{};
+  args.dst_indices.is_cpu = !on_device[2];
+  args.src_indices.is_cpu = !on_device[3];
+  if (pageable)
+    args.unreachable = on_device[0] ? "src[0]" : "dst[0]";
+  const Direction direction = !on_device[0]   ? Direction::kStore
+                              : !on_device[1] ? Direction::kLoad
+                                              : Direction::kOnDevice;
+  return plan_text(
+      choose_method(args, direction, capturing, method_table_from(table.data()), /*explains=*/true));
+}
+
 void check_errors_cpu(const Tensor&) {}  // bad indices on the CPU were raised by the call itself
 
 }  // namespace
@@ -150,4 +186,6 @@ void check_errors_cpu(const Tensor&) {}  // bad indices on the CPU were raised b
 STABLE_TORCH_LIBRARY_IMPL(hicache, CPU, m) {
   m.impl("transfer_kv", TORCH_BOX(&hicache::transfer_kv_cpu));
   m.impl("check_errors", TORCH_BOX(&hicache::check_errors_cpu));
+  m.impl("explain", TORCH_BOX(&hicache::explain_cpu));
+  m.impl("explain_as_if", TORCH_BOX(&hicache::explain_as_if));
 }

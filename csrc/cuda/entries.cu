@@ -119,6 +119,19 @@ __global__ void prepare_entries(const __grid_constant__ CopyParams params, bool 
   report_clamped_count(params);
 }
 
+__global__ void select_skipped_kernel(DeviceIndices device_slots, int64_t first_entry, int64_t num_device_slots,
+                                      const int64_t* host_slots, int64_t size, int64_t* out) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < size; i += step) {
+    const int64_t slot = read_index(device_slots, first_entry + i);
+    out[i] = slot < 0 || slot >= num_device_slots ? host_slots[i] : -1;
+  }
+}
+
+unsigned prepare_blocks(int64_t n) {
+  return static_cast<unsigned>(std::min<int64_t>((n + kPrepareThreads - 1) / kPrepareThreads, 1024));
+}
+
 int bits_of(int64_t value) {
   int bits = 1;
   while (value >> bits)
@@ -127,6 +140,24 @@ int bits_of(int64_t value) {
 }
 
 }  // namespace
+
+Tensor empty_bytes(int64_t nbytes, const Device& device) {
+  return empty_tensor(nbytes, aoti_torch_dtype_uint8(), device);
+}
+
+Tensor upload_int64(const std::vector<int64_t>& values, const Device& device) {
+  const auto n = static_cast<int64_t>(values.size());
+  const Tensor pinned = empty_pinned(n, aoti_torch_dtype_int64());
+  std::copy(values.begin(), values.end(), static_cast<int64_t*>(pinned.data_ptr()));
+  return upload(pinned, n, aoti_torch_dtype_int64(), device);
+}
+
+void select_skipped(const DeviceIndices& device_slots, int64_t first_entry, int64_t num_device_slots,
+                    const int64_t* host_slots, int64_t size, int64_t* out, cudaStream_t stream) {
+  select_skipped_kernel<<<prepare_blocks(size), kPrepareThreads, 0, stream>>>(
+      device_slots, first_entry, num_device_slots, host_slots, size, out);
+  check_cuda(cudaGetLastError(), "launching the selection of skipped entries");
+}
 
 Entries device_entries(const TransferArgs& args) {
   Entries entries;
@@ -170,9 +201,8 @@ void sort_entries(Entries& entries, const TransferArgs& args, const ErrorSink& e
   params.dst_slots = args.dst_slots;
   params.src_slots = args.src_slots;
   params.errors = errors;
-  const auto blocks =
-      static_cast<unsigned>(std::min<int64_t>((n + kPrepareThreads - 1) / kPrepareThreads, 1024));
-  prepare_entries<<<blocks, kPrepareThreads, 0, stream>>>(params, by_dst, keys.Current(), values.Current());
+  prepare_entries<<<prepare_blocks(n), kPrepareThreads, 0, stream>>>(params, by_dst, keys.Current(),
+                                                                     values.Current());
   check_cuda(cudaGetLastError(), "launching the check of the indices");
   check_cuda(cub::DeviceRadixSort::SortPairs(memory + 4 * array_bytes, sort_bytes, keys, values, n, 0, end_bit,
                                              stream),
