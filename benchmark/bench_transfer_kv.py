@@ -415,6 +415,7 @@ def print_row(row: dict[str, object]) -> None:
         ("of_link", "{:6.2f} of CE"),
         ("gemm_slower", "{:+7.1%} GEMM"),
         ("gemm_ms_alone", "{:7.3f} ms alone"),
+        ("of_copies", "{:6.2f} of two big copies"),
         ("of_memcpy", "{:6.2f} of memcpy"),
         ("of_best_loop", "{:6.2f} of the best loop"),
         ("x_torch_indexing", "{:6.1f} x indexing"),
