@@ -36,6 +36,7 @@ SOURCES = {
         "cuda/copy_engine.cpp",
         "cuda/staged.cpp",
         "cuda/entries.cu",
+        "cuda/upload.cu",
         "cuda/device_state.cu",
         "cuda/host_memory.cpp",
     ],

@@ -2,8 +2,8 @@
 
     python benchmark/bench_methods.py [--json results.json]
 
-Sections: pages (whole pages, runs and scattered small pages), both (load and store at once), gemm (a matrix
-product beside them), submit (host time of one call with many pages).
+Sections: pages (whole pages, runs and scattered small pages), both (load and store at once), gemm (a
+matrix product beside them), submit (host time of one call with many pages).
 """
 
 import argparse

@@ -111,10 +111,20 @@ Plan copy_engine_plan(const Call& call, std::string reason) {
           std::move(reason)};
 }
 
+std::vector<SlotRun> merged_host_runs(const TransferArgs& args, bool is_dst_host) {
+  std::vector<SlotRun> merged;
+  for (const HostRun& run : host_runs(args, is_dst_host, 0, args.num_entries, [](int64_t) { return true; }))
+    if (!merged.empty() && run.host_slot == merged.back().dst_slot + merged.back().length)
+      merged.back().length += run.length;
+    else
+      merged.push_back({run.host_slot, run.host_slot, run.length});
+  return merged;
+}
+
 Plan staged_plan(const Call& call, std::string reason) {
   if (call.args.method == Method::kStaged && !call.explains)
     return {Method::kStaged, 0, 0, 0, 0, ""};
-  const std::vector<SlotRun> runs = host_slot_runs(call.args, call.is_dst_host());
+  const std::vector<SlotRun> runs = merged_host_runs(call.args, call.is_dst_host());
   const int64_t rows = sum_rows(call.args, runs, call.is_dst_host(), /*is_host_only=*/true);
   const int64_t bytes = slots_of(runs) * call.args.bytes_per_entry();
   return {Method::kStaged,
@@ -199,24 +209,6 @@ const char* method_name(Method method) {
     default:
       return "auto";
   }
-}
-
-std::vector<SlotRun> host_slot_runs(const TransferArgs& args, bool is_dst_host) {
-  const IndexView& host = is_dst_host ? args.dst_indices : args.src_indices;
-  const IndexView& other = is_dst_host ? args.src_indices : args.dst_indices;
-  std::vector<int64_t> slots;
-  slots.reserve(args.num_entries);
-  for (int64_t i = 0; i < args.num_entries; ++i)
-    if (host[i] >= 0 && !(other.is_cpu && other[i] < 0) && !args.is_overwritten(i))
-      slots.push_back(host[i]);
-  std::sort(slots.begin(), slots.end());
-  std::vector<SlotRun> runs;
-  for (const int64_t slot : slots)
-    if (!runs.empty() && slot == runs.back().dst_slot + runs.back().length)
-      ++runs.back().length;
-    else
-      runs.push_back({slot, slot, 1});
-  return runs;
 }
 
 std::string plan_text(const Plan& plan) {

@@ -2,6 +2,7 @@
 // can be tested, and explained, anywhere.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -15,11 +16,13 @@ enum class Direction { kLoad, kStore, kOnDevice };
 // What `hicache calibrate` measures. The defaults are an H200's (PCIe Gen5 x16, 2026-11-30): below the sizes
 // the copy engine is slower than a kernel; above them it is as fast, and the model does not feel it.
 struct MethodTable {
-  int64_t copy_engine_min_row_bytes[2] = {int64_t{256} << 10, int64_t{128} << 10};  // load, store
-  int64_t staged_min_row_bytes[2] = {int64_t{256} << 10, int64_t{128} << 10};       // load, store
+  int64_t copy_engine_min_row_bytes[2] = {int64_t{256} << 10, int64_t{256} << 10};  // load, store
+  int64_t staged_min_row_bytes[2] = {int64_t{96} << 10, int64_t{96} << 10};         // load, store
   int64_t min_bytes = int64_t{4} << 20;  // of a call; smaller ones are a matter of latency, and a kernel's
   int64_t sort_min_span_bytes = int64_t{1} << 30;  // of a host pool whose scattered rows suffer; 0: none does
-  int64_t staging_bytes = int64_t{32} << 20;       // of one buffer of the ring
+  // Of one buffer of the ring. A kernel of the model may hold all SMs for a millisecond and more, in which the
+  // copy engine moves 55 MB: smaller buffers would leave it idle.
+  int64_t staging_bytes = int64_t{96} << 20;
   int64_t staging_buffers = 3;
 };
 constexpr int kMethodTableSize = 8;
@@ -42,8 +45,35 @@ Plan choose_method(const TransferArgs& args, Direction direction, bool capturing
 // A plan as one JSON object.
 std::string plan_text(const Plan& plan);
 
-// The host pool's slots as runs in ascending order, whatever the other side's are; its indices are on the CPU.
-std::vector<SlotRun> host_slot_runs(const TransferArgs& args, bool is_dst_host);
+// A stretch of entries, neighbours in the caller's order, whose host slots ascend by one.
+struct HostRun {
+  int64_t host_slot;
+  int64_t first_entry;
+  int64_t length;
+};
+
+// Entries [first, first + size) that move (`moves(entry)` may rule out more), as such stretches in the order of
+// their host slots, whatever the other side's slots are. The host pool's indices are on the CPU.
+template <typename Moves>
+std::vector<HostRun> host_runs(const TransferArgs& args, bool is_dst_host, int64_t first, int64_t size,
+                               const Moves& moves) {
+  const IndexView& host = is_dst_host ? args.dst_indices : args.src_indices;
+  const IndexView& other = is_dst_host ? args.src_indices : args.dst_indices;
+  std::vector<HostRun> runs;
+  for (int64_t i = first; i < first + size; ++i) {
+    const int64_t slot = host[i];
+    if (slot < 0 || (other.is_cpu && other[i] < 0) || args.is_overwritten(i) || !moves(i))
+      continue;
+    if (!runs.empty() && runs.back().first_entry + runs.back().length == i &&
+        runs.back().host_slot + runs.back().length == slot)
+      ++runs.back().length;
+    else
+      runs.push_back({slot, i, 1});
+  }
+  std::stable_sort(runs.begin(), runs.end(),
+                   [](const HostRun& a, const HostRun& b) { return a.host_slot < b.host_slot; });
+  return runs;
+}
 
 const char* method_name(Method method);
 

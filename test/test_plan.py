@@ -178,7 +178,7 @@ def test_a_table_must_make_sense() -> None:
             MethodTable(staging_bytes=1000),
             "staging needs at least 1 buffer of 65536 bytes, got 3 of 1000",
         ),
-        (MethodTable(staging_buffers=0), "got 0 of 33554432"),
+        (MethodTable(staging_buffers=0), "got 0 of 100663296"),
         (MethodTable(min_bytes=-1), "value 4 must not be negative, got -1"),
     ):
         with pytest.raises(ValueError, match=text):

@@ -52,11 +52,11 @@ class MethodTable:
         staging_bytes, staging_buffers: the ring of device buffers that a staged call allocates.
     """
 
-    copy_engine_min_row_bytes: tuple[int, int] = (256 << 10, 128 << 10)
-    staged_min_row_bytes: tuple[int, int] = (256 << 10, 128 << 10)
+    copy_engine_min_row_bytes: tuple[int, int] = (256 << 10, 256 << 10)
+    staged_min_row_bytes: tuple[int, int] = (96 << 10, 96 << 10)
     min_bytes: int = 4 << 20
     sort_min_span_bytes: int = 1 << 30
-    staging_bytes: int = 32 << 20
+    staging_bytes: int = 96 << 20
     staging_buffers: int = 3
 
     def values(self) -> list[int]:

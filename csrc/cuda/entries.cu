@@ -1,13 +1,12 @@
 #include "entries.h"
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-
 #include <cub/device/device_radix_sort.cuh>
 
 #include <algorithm>
 #include <limits>
 
 #include "runtime.h"
+#include "upload.h"
 // After runtime.h, whose vectors it uses.
 #include "../copy_rows.cuh"
 
@@ -15,29 +14,6 @@ namespace hicache {
 namespace {
 
 constexpr int kPrepareThreads = 256;
-
-Tensor empty_tensor(int64_t elements, int32_t dtype, const Device& device) {
-  const int64_t stride = 1;
-  AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(1, &elements, &stride, dtype, device.type, device.index, &handle));
-  return Tensor(handle);
-}
-
-// Pinned memory of torch's own allocator, which frees it only when the copy out of it has run.
-Tensor empty_pinned(int64_t elements, int32_t dtype) {
-  const int64_t stride = 1;
-  AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided_pinned(1, &elements, &stride, dtype, aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
-
-Tensor upload(const Tensor& pinned, int64_t elements, int32_t dtype, const Device& device) {
-  Tensor on_device = empty_tensor(elements, dtype, device);
-  TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(on_device.get(), pinned.get(), /*non_blocking=*/1));
-  return on_device;
-}
 
 template <typename Index>
 void write_entries(const TransferArgs& args, Index* dst, Index* src) {
@@ -58,7 +34,7 @@ bool fits_int32(const TransferArgs& args) {
   return args.dst_slots <= kMax && args.src_slots <= kMax;
 }
 
-void upload_entries(const TransferArgs& args, Entries& entries) {
+void upload_entries(const TransferArgs& args, Entries& entries, cudaStream_t stream) {
   const int64_t n = entries.num_entries = count_entries(args);
   const bool is_int64 = !fits_int32(args);
   if (n <= kMaxInlineEntries && !is_int64) {
@@ -67,29 +43,27 @@ void upload_entries(const TransferArgs& args, Entries& entries) {
     write_entries(args, entries.inline_dst.data(), entries.inline_src.data());
     return;
   }
-  const int32_t dtype = is_int64 ? aoti_torch_dtype_int64() : aoti_torch_dtype_int32();
-  const Tensor pinned = empty_pinned(2 * n, dtype);
-  if (is_int64) {
-    auto* data = static_cast<int64_t*>(pinned.data_ptr());
-    write_entries(args, data, data + n);
-  } else {
-    auto* data = static_cast<int32_t*>(pinned.data_ptr());
-    write_entries(args, data, data + n);
-  }
-  const Tensor on_device = upload(pinned, 2 * n, dtype, args.device);
-  const char* data = static_cast<const char*>(on_device.data_ptr());
+  const int64_t side_bytes = (n * (is_int64 ? 8 : 4) + 15) / 16 * 16;
+  Upload upload(2 * side_bytes);
+  char *dst = upload.data(), *src = dst + side_bytes;
+  if (is_int64)
+    write_entries(args, reinterpret_cast<int64_t*>(dst), reinterpret_cast<int64_t*>(src));
+  else
+    write_entries(args, reinterpret_cast<int32_t*>(dst), reinterpret_cast<int32_t*>(src));
+  entries.scratch.push_back(upload.to_device(args.device, stream));
+  const char* data = static_cast<const char*>(entries.scratch.back().data_ptr());
   entries.dst = {data, 1, is_int64};
-  entries.src = {data + n * (is_int64 ? 8 : 4), 1, is_int64};
-  entries.scratch.push_back(on_device);
+  entries.src = {data + side_bytes, 1, is_int64};
 }
 
 // One index tensor on the CPU, its partner on the device.
-DeviceIndices upload_side(const TransferArgs& args, const IndexView& indices, bool is_dst, Entries& entries) {
-  const Tensor pinned = empty_pinned(args.num_entries, aoti_torch_dtype_int64());
-  auto* slots = static_cast<int64_t*>(pinned.data_ptr());
+DeviceIndices upload_side(const TransferArgs& args, const IndexView& indices, bool is_dst, Entries& entries,
+                          cudaStream_t stream) {
+  Upload upload(args.num_entries * static_cast<int64_t>(sizeof(int64_t)));
+  auto* slots = reinterpret_cast<int64_t*>(upload.data());
   for (int64_t i = 0; i < args.num_entries; ++i)
     slots[i] = is_dst && args.is_overwritten(i) ? -1 : indices[i];
-  entries.scratch.push_back(upload(pinned, args.num_entries, aoti_torch_dtype_int64(), args.device));
+  entries.scratch.push_back(upload.to_device(args.device, stream));
   return {entries.scratch.back().data_ptr(), 1, true};
 }
 
@@ -141,17 +115,6 @@ int bits_of(int64_t value) {
 
 }  // namespace
 
-Tensor empty_bytes(int64_t nbytes, const Device& device) {
-  return empty_tensor(nbytes, aoti_torch_dtype_uint8(), device);
-}
-
-Tensor upload_int64(const std::vector<int64_t>& values, const Device& device) {
-  const auto n = static_cast<int64_t>(values.size());
-  const Tensor pinned = empty_pinned(n, aoti_torch_dtype_int64());
-  std::copy(values.begin(), values.end(), static_cast<int64_t*>(pinned.data_ptr()));
-  return upload(pinned, n, aoti_torch_dtype_int64(), device);
-}
-
 void select_skipped(const DeviceIndices& device_slots, int64_t first_entry, int64_t num_device_slots,
                     const int64_t* host_slots, int64_t size, int64_t* out, cudaStream_t stream) {
   select_skipped_kernel<<<prepare_blocks(size), kPrepareThreads, 0, stream>>>(
@@ -159,14 +122,14 @@ void select_skipped(const DeviceIndices& device_slots, int64_t first_entry, int6
   check_cuda(cudaGetLastError(), "launching the selection of skipped entries");
 }
 
-Entries device_entries(const TransferArgs& args) {
+Entries device_entries(const TransferArgs& args, cudaStream_t stream) {
   Entries entries;
   if (args.has_cpu_indices()) {
-    upload_entries(args, entries);
+    upload_entries(args, entries, stream);
     return entries;
   }
   const auto on_device = [&](const IndexView& indices, bool is_dst) {
-    return indices.is_cpu ? upload_side(args, indices, is_dst, entries) : as_given(indices);
+    return indices.is_cpu ? upload_side(args, indices, is_dst, entries, stream) : as_given(indices);
   };
   entries.num_entries = args.num_entries;
   entries.dst = on_device(args.dst_indices, /*is_dst=*/true);
@@ -186,8 +149,7 @@ void sort_entries(Entries& entries, const TransferArgs& args, const ErrorSink& e
   check_cuda(cub::DeviceRadixSort::SortPairs(nullptr, sort_bytes, no_keys, no_values, n, 0, end_bit, stream),
              "sizing the sort of the indices");
   const int64_t array_bytes = (n * 4 + 255) / 256 * 256;
-  const Tensor scratch =
-      empty_tensor(4 * array_bytes + static_cast<int64_t>(sort_bytes), aoti_torch_dtype_uint8(), args.device);
+  const Tensor scratch = empty_bytes(4 * array_bytes + static_cast<int64_t>(sort_bytes), args.device);
   char* memory = static_cast<char*>(scratch.data_ptr());
   cub::DoubleBuffer<uint32_t> keys(reinterpret_cast<uint32_t*>(memory),
                                    reinterpret_cast<uint32_t*>(memory + array_bytes));

@@ -21,18 +21,12 @@ struct Entries {
   std::vector<Tensor> scratch;  // what the pointers above point into; torch frees it in stream order
 };
 
-// Device memory of the caller's current stream.
-Tensor empty_bytes(int64_t nbytes, const Device& device);
-
-// Copies integers to the device without waiting for the stream.
-Tensor upload_int64(const std::vector<int64_t>& values, const Device& device);
-
 // out[e] = host_slots[e] where entry first_entry + e of `device_slots` is padding or out of range, else -1.
 void select_skipped(const DeviceIndices& device_slots, int64_t first_entry, int64_t num_device_slots,
                     const int64_t* host_slots, int64_t size, int64_t* out, cudaStream_t stream);
 
 // Uploads what is on the CPU without waiting for the stream.
-Entries device_entries(const TransferArgs& args);
+Entries device_entries(const TransferArgs& args, cudaStream_t stream);
 
 // Reorders entries by the slot of the host pool; bad ones are reported and become padding. Only for slot
 // numbers below 2^31.

@@ -12,18 +12,20 @@
 #include <algorithm>
 #include <map>
 #include <memory>
-#include <numeric>
 
 #include "copy_engine.h"
 #include "copy_kernel.h"
 #include "entries.h"
 #include "runtime.h"
 #include "streams.h"
+#include "upload.h"
 
 namespace hicache {
 namespace {
 
 constexpr int64_t kSkipped = -1;
+// All SMs of an H200 for some 50 microseconds a buffer: the model's kernels wait less than for fewer SMs longer.
+constexpr int64_t kStagedBlocks = 132;
 
 // Entries [first, first + size) of the call, as they lie in a buffer.
 struct Range {
@@ -83,9 +85,6 @@ class StagedTransfer {
  private:
   static constexpr int64_t kAlignment = 256;
 
-  const IndexView& host_indices() const {
-    return is_store_ ? args_.dst_indices : args_.src_indices;
-  }
   const IndexView& device_indices() const {
     return is_store_ ? args_.src_indices : args_.dst_indices;
   }
@@ -99,25 +98,19 @@ class StagedTransfer {
     range.size = size;
     range.places.assign(size, kSkipped);
     range.host_slots.assign(size, kSkipped);
-    std::vector<int64_t> order;
-    const IndexView &host = host_indices(), &device = device_indices();
-    for (int64_t i = 0; i < size; ++i)
-      if (host[first + i] >= 0 && !(device.is_cpu && device[first + i] < 0) &&
-          !args_.is_overwritten(first + i) && !is_known_to_be_skipped(first + i)) {
-        range.host_slots[i] = host[first + i];
-        order.push_back(i);
+    const auto moves = [&](int64_t entry) { return !is_known_to_be_skipped(entry); };
+    int64_t place = 0;
+    for (const HostRun& run : host_runs(args_, is_store_, first, size, moves)) {
+      for (int64_t i = 0; i < run.length; ++i) {
+        range.places[run.first_entry - first + i] = place + i;
+        range.host_slots[run.first_entry - first + i] = run.host_slot + i;
       }
-    const auto by_slot = [&](int64_t a, int64_t b) { return range.host_slots[a] < range.host_slots[b]; };
-    if (!std::is_sorted(order.begin(), order.end(), by_slot))
-      std::stable_sort(order.begin(), order.end(), by_slot);
-    for (size_t place = 0; place < order.size(); ++place) {
-      const int64_t slot = range.host_slots[order[place]];
-      range.places[order[place]] = static_cast<int64_t>(place);
-      if (!range.runs.empty() && host_slot(range.runs.back()) + range.runs.back().length == slot)
-        ++range.runs.back().length;
+      if (!range.runs.empty() && host_slot(range.runs.back()) + range.runs.back().length == run.host_slot)
+        range.runs.back().length += run.length;
       else
-        range.runs.push_back(is_store_ ? SlotRun{slot, static_cast<int64_t>(place), 1}
-                                       : SlotRun{static_cast<int64_t>(place), slot, 1});
+        range.runs.push_back(is_store_ ? SlotRun{run.host_slot, place, run.length}
+                                       : SlotRun{place, run.host_slot, run.length});
+      place += run.length;
     }
     return &range;
   }
@@ -191,7 +184,9 @@ class StagedTransfer {
     if (device_indices().is_cpu)
       for (int64_t i = 0; i < args_.num_entries; ++i)
         values.push_back(device_indices()[i]);
-    uploaded_ = upload_int64(values, args_.device);
+    Upload upload(static_cast<int64_t>(values.size() * sizeof(int64_t)));
+    std::copy(values.begin(), values.end(), reinterpret_cast<int64_t*>(upload.data()));
+    uploaded_ = upload.to_device(args_.device, stream_);
     const char* data = static_cast<const char*>(uploaded_.data_ptr());
     for (auto& [key, range] : ranges_)
       range->on_device = data + reinterpret_cast<uintptr_t>(range->on_device);
@@ -231,7 +226,7 @@ class StagedTransfer {
 
   void launch(const Box& box, const Entries& entries, int64_t dst_slots, int64_t src_slots) {
     CopyParams params = copy_params(entries, dst_slots, src_slots, errors_);
-    launch_copy(params, box, vector_bytes_of(box), kOnDeviceBlocks, /*follows=*/false, stream_);
+    launch_copy(params, box, vector_bytes_of(box), kStagedBlocks, /*follows=*/false, stream_);
   }
 
   void run_kernel(const Part& part) {
