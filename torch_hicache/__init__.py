@@ -10,8 +10,10 @@ _backends.load()
 from torch_hicache import ops  # noqa: E402
 from torch_hicache._backends import Backend, backends  # noqa: E402
 from torch_hicache.host_memory import device_view, empty_host  # noqa: E402
+from torch_hicache.layout import PlaneSpec  # noqa: E402
 from torch_hicache.ops import check_errors, transfer_kv  # noqa: E402
 from torch_hicache.plan import MethodTable, Plan, explain, set_method_table  # noqa: E402
+from torch_hicache.pool import DevicePool, HostPool  # noqa: E402
 
 try:
     __version__ = version("torch_hicache")
@@ -20,8 +22,11 @@ except PackageNotFoundError:  # a source tree that was built in place and not in
 
 __all__ = [
     "Backend",
+    "DevicePool",
+    "HostPool",
     "MethodTable",
     "Plan",
+    "PlaneSpec",
     "__version__",
     "backends",
     "check_errors",
