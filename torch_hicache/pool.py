@@ -263,8 +263,8 @@ class DevicePool(Pool):
 
         Args:
             planes: for each plane's name a stack `[layers, slots, *row]`, or a tensor `[slots, *row]` for
-                each layer; any strides. The pool keeps them alive, and marks their addresses as static
-                for compiled graphs.
+                each layer; any strides. The pool keeps them alive. Compiled graphs that close over the
+                pool take their addresses for static.
             page_size: slots in a page.
             layer_ids: 0, 1, 2 ... without them.
 
@@ -306,10 +306,10 @@ class DevicePool(Pool):
         pool._declare(specs, layers)
         pool._set_slots(first[0].shape[0], page_size, "adopted")
         pool.device = first[0].device
-        tensors = list(planes.values())
-        if all(isinstance(tensor, Tensor) for tensor in tensors):
-            pool._buffers = [_with_static_address(tensor).unsqueeze(0) for tensor in tensors]
-            pool._places = [(i, 0) for i in range(len(tensors))]
+        stacks = [tensor for tensor in planes.values() if isinstance(tensor, Tensor)]
+        if len(stacks) == len(planes):
+            pool._buffers = [_with_static_address(stack.unsqueeze(0)) for stack in stacks]
+            pool._places = [(i, 0) for i in range(len(stacks))]
         else:
             pool._buffers, pool._places = [], []
             pool._layer_tensors = [
