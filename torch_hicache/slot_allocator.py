@@ -147,7 +147,7 @@ class SlotAllocator:
                 missing -= length
             runs.sort()
             pages = _expand(runs, 1)
-            self._state[pages] = _ALLOCATED
+            self._state.index_fill_(0, pages, _ALLOCATED)
             self._num_free -= num_pages
         return pages if unit == "page" or self.page_size == 1 else _expand(runs, self.page_size)
 
@@ -161,15 +161,18 @@ class SlotAllocator:
                 page whose other slots are missing.
         """
         pages = self._whole_pages(self._checked("free", indices, unit, lowest=0), unit)
+        if not len(pages):
+            return
         with self._lock:
-            if bool((bad := self._state[pages] != _ALLOCATED).any()):
-                page = int(pages[bad][0])
+            state = self._state.index_select(0, pages)
+            if _bounds(state) != (_ALLOCATED, _ALLOCATED):
+                page = int(pages[state != _ALLOCATED][0])
                 what = f"{unit} {page if unit == 'page' else page * self.page_size:,}"
                 raise ValueError(f"[free] slots must be allocated, {what} is not. Was it freed before?")
-            held = self._holds[pages] > 0
-            if bool(held.any()):
-                self._state[pages[held]] = _DRAINING
-                pages = pages[~held]
+            holds = self._holds.index_select(0, pages)
+            if _bounds(holds)[1]:
+                self._state.index_fill_(0, pages[holds > 0], _DRAINING)
+                pages = pages[holds == 0]
             self._give_back(pages)
 
     def hold(self, indices: Tensor | Sequence[int], *, unit: str = "slot") -> None:
@@ -191,18 +194,21 @@ class SlotAllocator:
             ValueError: a slot is not held as often.
         """
         pages = self._pages(self._checked("release", indices, unit, lowest=-1), unit)
+        if not len(pages):
+            return
         with self._lock:
             self._add_holds(pages, -1)
-            left = self._holds[pages]
-            if bool((bad := left < 0).any()):
+            left = self._holds.index_select(0, pages)
+            if _bounds(left)[0] < 0:
                 self._add_holds(pages, 1)
+                page = int(pages[left < 0][0])
                 raise ValueError(
-                    f"[release] slots must be held, those of page {int(pages[bad][0]):,} are not held so "
-                    "often. Were they released before?"
+                    f"[release] slots must be held, those of page {page:,} are not held so often. "
+                    "Were they released before?"
                 )
-            idle = pages[(left == 0) & (self._state[pages] == _DRAINING)]
-            if len(idle):
-                self._give_back(idle.unique())
+            state = self._state.index_select(0, pages)
+            if _bounds(state)[1] == _DRAINING:
+                self._give_back(pages[(left == 0) & (state == _DRAINING)].unique())
 
     def num_free_runs(self) -> int:
         """Runs that the free slots lie in: 1 is no fragmentation at all."""
@@ -219,7 +225,8 @@ class SlotAllocator:
     def _add_holds(self, pages: Tensor, step: int) -> None:
         self._holds.index_add_(0, pages, torch.full((len(pages),), step, dtype=torch.int32))
         if self._num_free:
-            self._holds_on_free += step * int((self._state[pages] == _FREE).sum())
+            num_used = int(torch.count_nonzero(self._state.index_select(0, pages)))
+            self._holds_on_free += step * (len(pages) - num_used)
 
     def _set_held_aside(self, start: int, length: int) -> bool:
         """Of a run just taken: held pages wait for their release, the rest is free again."""
@@ -236,7 +243,9 @@ class SlotAllocator:
 
     def _give_back(self, pages: Tensor) -> None:
         """Sorted pages that nobody uses become free."""
-        self._state[pages] = _FREE
+        if not len(pages):
+            return
+        self._state.index_fill_(0, pages, _FREE)
         self._num_free += len(pages)
         for start, length in _runs_of(pages):
             self._runs.add(start, length)
@@ -258,8 +267,9 @@ class SlotAllocator:
                 f"{indices.dtype}."
             )
         indices = indices.to("cpu", torch.int64)
-        if bool((bad := (indices < lowest) | (indices >= limit)).any()):
-            position = int(bad.nonzero()[0])
+        low, high = _bounds(indices)
+        if low < lowest or high >= limit:
+            position = int(((indices < lowest) | (indices >= limit)).nonzero()[0])
             raise IndexError(
                 f"[{verb}] indices must be {unit}s from 0 to {limit - 1:,}, got "
                 f"{int(indices[position]):,} at position {position:,}."
@@ -268,16 +278,18 @@ class SlotAllocator:
 
     def _pages(self, indices: Tensor, unit: str) -> Tensor:
         """The page of each index but those that are -1."""
-        indices = indices[indices >= 0]
+        if _bounds(indices)[0] < 0:
+            indices = indices[indices >= 0]
         return indices if unit == "page" else indices // self.page_size
 
     def _whole_pages(self, indices: Tensor, unit: str) -> Tensor:
         """Sorted pages, each once, whose slots `indices` are."""
-        indices = indices.sort().values
-        steps = indices.diff()
-        if bool((steps == 0).any()):
-            twice = int(indices[1:][steps == 0][0])
-            raise ValueError(f"[free] indices must come once each, got {unit} {twice:,} twice.")
+        low, _ = _bounds(indices.diff())
+        if low < 1:
+            indices = indices.sort().values
+            if bool((again := indices.diff() == 0).any()):
+                twice = int(indices[1:][again][0])
+                raise ValueError(f"[free] indices must come once each, got {unit} {twice:,} twice.")
         if unit == "page" or self.page_size == 1:
             return indices
         pages = indices[:: self.page_size] // self.page_size
@@ -291,6 +303,14 @@ class SlotAllocator:
         return pages
 
 
+def _bounds(values: Tensor) -> tuple[int, int]:
+    """The least and the largest of them; of none (1, 0)."""
+    if not len(values):
+        return 1, 0
+    low, high = torch.aminmax(values)
+    return int(low), int(high)
+
+
 def _slots_of(pages: Tensor, page_size: int) -> Tensor:
     return (pages.unsqueeze(1) * page_size + torch.arange(page_size)).flatten()
 
@@ -301,14 +321,20 @@ def _expand(runs: list[tuple[int, int]], page_size: int) -> Tensor:
         start, length = runs[0]
         return torch.arange(start * page_size, (start + length) * page_size)
     starts, lengths = torch.tensor(runs, dtype=torch.int64).view(-1, 2).mul_(page_size).unbind(1)
-    before = lengths.cumsum(0) - lengths  # slots of the runs in front
-    return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
+    ends = lengths.cumsum(0)
+    # By sums: 1 inside a run, at its first slot what lies between it and the last of the run in front.
+    # (repeat_interleave would wake all threads of torch, however short the runs are.)
+    steps = torch.ones(int(lengths.sum()), dtype=torch.int64)
+    steps[ends - lengths] = starts - (starts + lengths - 1).roll(1)
+    steps[:1] = starts[:1]
+    return steps.cumsum(0)
 
 
 def _runs_of(pages: Tensor) -> list[tuple[int, int]]:
     """(start, length) of the runs of sorted pages."""
-    if not len(pages):
-        return []
+    first, last = int(pages[0]), int(pages[-1])
+    if last - first + 1 == len(pages):
+        return [(first, len(pages))]
     breaks = (pages.diff() != 1).nonzero().flatten() + 1
     starts = torch.cat((breaks.new_zeros(1), breaks))
     lengths = torch.cat((breaks, breaks.new_tensor([len(pages)]))) - starts
