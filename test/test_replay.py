@@ -14,6 +14,7 @@ from torch_hicache import replay as replay_module
 from torch_hicache.layout import LAYOUTS, PlaneSpec
 from torch_hicache.models import MODELS, Model
 from torch_hicache.replay import Fingerprint, Replay, ReplayOptions, ReplayResult, Tier
+from torch_hicache.slot_allocator import SlotAllocator
 from torch_hicache.trace import BLOCK_TOKENS, Request, generate_trace, read_trace
 
 # V has an allocation of its own; the two planes of one shape share one.
@@ -156,7 +157,7 @@ def test_all_blocks_of_a_request_move_in_one_call(after_transfer: Callable[..., 
 
 def test_a_tier_never_evicts_what_it_must_keep() -> None:
     rng = random.Random(5)
-    tier = Tier(12)
+    tier = Tier(SlotAllocator(12))
     order: list[int] = []  # a model of the tier, oldest first
     for step in range(2000):
         keep = set(rng.sample(range(40), 9))
@@ -165,10 +166,9 @@ def test_a_tier_never_evicts_what_it_must_keep() -> None:
         missing = max(0, wanted - (12 - len(order)))
         assert evicted == [block for block in order if block not in keep][:missing], step
         order = [block for block in order if block not in evicted]
-        for block in rng.sample(sorted(keep), min(wanted, tier.num_free)):
-            if block not in tier.pages:
-                tier.add(block)
-                order.append(block)
+        new = [b for b in rng.sample(sorted(keep), min(wanted, tier.num_free)) if b not in tier.pages]
+        tier.add(new)
+        order += new
         for block in sorted(keep & tier.pages.keys()):
             tier.touch(block)
             order.remove(block)
@@ -179,14 +179,14 @@ def test_a_tier_never_evicts_what_it_must_keep() -> None:
 
 
 def test_free_pages_go_out_in_runs() -> None:
-    tier = Tier(8)
-    assert [tier.add(block) for block in range(8)] == list(range(8))
+    tier = Tier(SlotAllocator(24, page_size=3))
+    assert tier.add([*range(8)]) == [*range(8)]
     for block in (6, 1, 0, 7):  # the others are evicted: pages 2, 3, 4, 5
         tier.touch(block)
     for block in (5, 2, 4, 3):
         tier.pages.move_to_end(block, last=False)
     tier.make_room(4, keep=set())
-    assert [tier.add(block) for block in range(10, 14)] == [2, 3, 4, 5]
+    assert tier.add([*range(10, 14)]) == [2, 3, 4, 5]
 
 
 # --- Every restored row is right --------------------------------------------------------------------
@@ -248,9 +248,9 @@ def test_a_spoiled_host_row_is_a_mismatch(
         if call == 2:  # the first store, behind the warm-up's two transfers
             if device == "cuda":
                 torch.cuda.synchronize()
-            rows = dst[0][0, 1].view(torch.uint8)[dst_indices]
+            rows = dst[0][1].view(torch.uint8)[dst_indices]
             spoil(rows)
-            dst[0][0, 1].view(torch.uint8)[dst_indices] = rows
+            dst[0][1].view(torch.uint8)[dst_indices] = rows
 
     after_transfer(hook)
     options = options_of(2, 8, device=torch.device(device))
@@ -263,7 +263,7 @@ def test_a_spoiled_host_row_is_a_mismatch(
 
 def test_a_load_that_moves_nothing_is_all_mismatches(monkeypatch: pytest.MonkeyPatch) -> None:
     def store_only(dst: Any, src: Any, *args: Any, **kwargs: Any) -> None:
-        if dst[0].shape[2] != 2:  # only the device pool has two pages
+        if dst[0].shape[1] != 2:  # only the device pool has two pages
             torch_hicache.transfer_kv(dst, src, *args, **kwargs)
 
     monkeypatch.setattr(replay_module, "transfer_kv", store_only)
@@ -274,8 +274,8 @@ def test_a_load_that_moves_nothing_is_all_mismatches(monkeypatch: pytest.MonkeyP
 def test_the_place_of_the_first_mismatch_is_told(after_transfer: Callable[..., None]) -> None:
     def hook(dst: list[torch.Tensor], dst_indices: torch.Tensor, call: int) -> None:
         if call == 2:
-            value = dst[1].view(torch.uint8)  # V: [1, layers, pages, tokens, heads, bytes]
-            value[0, 1, dst_indices[1], 2, 1, 5] ^= 1
+            value = dst[1].view(torch.uint8)  # V: [layers, pages, tokens, heads, bytes]
+            value[1, dst_indices[1], 2, 1, 5] ^= 1
 
     after_transfer(hook)
     # The evicted are stored oldest first: the last block of the prefix, then the first.
@@ -285,14 +285,16 @@ def test_the_place_of_the_first_mismatch_is_told(after_transfer: Callable[..., N
 
 
 def test_fingerprints_differ_wherever_they_should() -> None:
-    options = options_of(4, 4, num_layers=3, block_tokens=5)
-    words = Fingerprint(2, 96, options).words([0, 1, 2**62, 2**63 - 1])
-    assert words.shape == (2, 3, 4, 5, 12)  # planes, layers, blocks, tokens, words of a row
+    options = options_of(4, 4, MODELS["gqa_8b"], num_layers=3, block_tokens=5)
+    ids = [0, 1, 2**62, 2**63 - 1]
+    fingerprints = [Fingerprint(plane, options) for plane in range(2)]
+    words = torch.stack([fingerprint.words(ids) for fingerprint in fingerprints])
+    assert words.shape == (2, 3, 4, 5, 256)  # planes, layers, blocks, tokens, words of a row
     assert words.unique().numel() == words.numel()
     assert bool((words.view(torch.uint8) != 0).all())
-    assert torch.equal(words[:, :, 2:], Fingerprint(2, 96, options).words([2**62, 2**63 - 1]))
-    other_seed = Fingerprint(2, 96, replace(options, seed=1)).words([0])
-    assert not bool((other_seed == words[:, :, :1]).any())
+    assert torch.equal(words[1, :, 2:], fingerprints[1].words([2**62, 2**63 - 1]))
+    other_seed = Fingerprint(0, replace(options, seed=1)).words([0])
+    assert not bool((other_seed == words[0, :, :1]).any())
 
 
 def test_the_mix_is_splitmix64() -> None:
@@ -346,7 +348,8 @@ def test_pools_larger_than_the_memory_are_refused_before_anything_is_allocated(
     monkeypatch.setattr(replay_module, "available_memory", lambda: wanted)
     Replay(options)
     monkeypatch.setattr(replay_module, "available_memory", lambda: wanted - 1)
-    monkeypatch.setattr(replay_module, "empty_host", None)
+    monkeypatch.setattr(replay_module, "DevicePool", None)
+    monkeypatch.setattr(replay_module, "HostPool", None)
     with pytest.raises(MemoryError, match=r"need 7,680 bytes, 7,679 are free\.$"):
         Replay(options)
 

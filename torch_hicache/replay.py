@@ -15,18 +15,18 @@ them.
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from torch_hicache.host_memory import empty_host
 from torch_hicache.info import available_memory
-from torch_hicache.layout import PlaneSpec, PoolShape
 from torch_hicache.models import Model
 from torch_hicache.ops import check_errors, transfer_kv
+from torch_hicache.pool import DevicePool, HostPool
+from torch_hicache.slot_allocator import SlotAllocator
 from torch_hicache.trace import Request
 
 _POISON = 0xA5  # what pools hold before anything is written
@@ -105,41 +105,40 @@ class ReplayResult:
 class Tier:
     """The blocks of one pool and the pages they lie in, least recently used first."""
 
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
+    def __init__(self, slots: DevicePool | HostPool | SlotAllocator) -> None:
+        self.num_pages = slots.num_pages
         self.pages: OrderedDict[int, int] = OrderedDict()  # block id -> page
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._slots = slots
 
     def touch(self, block: int) -> None:
         self.pages.move_to_end(block)
 
-    def add(self, block: int) -> int:
-        """Give the block a free page. There must be one: see make_room."""
-        page = self._free.pop()
-        self.pages[block] = page
-        return page
+    def add(self, blocks: list[int]) -> list[int]:
+        """Give each block a free page. There must be as many: see make_room."""
+        pages: list[int] = self._slots.allocate(len(blocks), unit="page").tolist()
+        self.pages.update(zip(blocks, pages, strict=True))
+        return pages
 
     def make_room(self, wanted: int, *, keep: set[int]) -> list[tuple[int, int]]:
         """Evict old blocks, never those of `keep`, until `wanted` pages are free or none is left.
 
         Returns (block, page) of the evicted.
         """
-        missing = wanted - len(self._free)
+        missing = wanted - self.num_free
         evicted: list[tuple[int, int]] = []
         for block, page in self.pages.items():
             if len(evicted) >= missing:
                 break
             if block not in keep:
                 evicted.append((block, page))
-        for block, page in evicted:
+        for block, _ in evicted:
             del self.pages[block]
-            self._free.append(page)
-        self._free.sort(reverse=True)  # neighbouring pages go out together: longer runs
+        self._slots.free([page for _, page in evicted], unit="page")
         return evicted
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self._slots.available // self._slots.page_size
 
 
 class Pools:
@@ -147,65 +146,55 @@ class Pools:
 
     def __init__(self, options: ReplayOptions) -> None:
         self._options = options
-        self.num_pages = {}
+        num_pages = {}
         for tier, budget in ((_DEVICE, options.device_bytes), (_HOST, options.host_bytes)):
-            self.num_pages[tier] = budget // options.block_bytes
-            if not self.num_pages[tier]:
+            num_pages[tier] = budget // options.block_bytes
+            if not num_pages[tier]:
                 raise ValueError(
                     f"[replay] {tier}_bytes must hold a block of {options.block_bytes:,} bytes "
                     f"({options.num_layers} layers, {options.block_tokens} tokens of "
                     f"{options.model.token_layer_bytes:,} bytes), got {budget:,}."
                 )
-        self._check_memory()
-        self._groups = _plane_groups(options.model.planes)
-        self._fingerprints = [
-            Fingerprint(len(group), group[0].row_bytes, options) for group in self._groups
-        ]
-        self._views: dict[str, list[Tensor]] = {_DEVICE: [], _HOST: []}
-        self._words: list[Tensor] = []  # device pool as int64 [planes, layers, pages, tokens, words]
-        for group in self._groups:
-            self._allocate(group)
+        self._check_memory(num_pages)
+        planes, tokens = options.model.planes, options.block_tokens
+        self._fingerprints = [Fingerprint(plane, options) for plane in range(len(planes))]
+        self.device_pool = DevicePool(
+            planes, options.num_layers, num_pages[_DEVICE] * tokens, options.device, tokens
+        )
+        self.host_pool = HostPool(
+            planes, options.num_layers, num_pages[_HOST] * tokens, options.device, options.layout, tokens
+        )
+        # Touches every page of memory, so that no transfer is timed with page faults in it.
+        for buffer in (*self.device_pool.buffers, *self.host_pool.buffers):
+            buffer.view(torch.uint8).fill_(_POISON)
+        self._device_views = self.device_pool.stacks(options.unit)
+        self._host_views = self.host_pool.stacks(options.unit)
+        # Each plane of the device pool as int64 [layers, pages, tokens, words].
+        self._words = [stack.flatten(3).view(torch.int64) for stack in self.device_pool.stacks("page")]
         self._clock = _Clock(options.device)
         # The first call of a process pays for loading kernels. Refusals come here too.
         for direction in ("store", "load"):
             self.move(direction, [0], [0], Moved())
         self.settle()
 
-    def _check_memory(self) -> None:
+    def _check_memory(self, num_pages: dict[str, int]) -> None:
         """Refuse before anything is allocated what would only be killed later."""
         tiers = (_DEVICE, _HOST) if self._options.device.type == "cpu" else (_HOST,)
-        wanted = sum(self.num_pages[tier] for tier in tiers) * self._options.block_bytes
+        wanted = sum(num_pages[tier] for tier in tiers) * self._options.block_bytes
         free = available_memory()
         if wanted > free:
             raise MemoryError(
                 f"[replay] the pools in host memory need {wanted:,} bytes, {free:,} are free."
             )
 
-    def _allocate(self, group: Sequence[PlaneSpec]) -> None:
-        options, spec = self._options, group[0]
-        for tier, layout in ((_DEVICE, "layer_first"), (_HOST, options.layout)):
-            num_slots = self.num_pages[tier] * options.block_tokens
-            shape = PoolShape(layout, options.num_layers, num_slots, options.block_tokens, spec.row_shape)
-            sizes = (len(group), *shape.base_shape)
-            if tier == _HOST:
-                base = empty_host(sizes, spec.dtype, options.device)
-            else:
-                base = torch.empty(sizes, dtype=spec.dtype, device=options.device)
-            # Touches every page of memory, so that no transfer is timed with page faults in it.
-            base.view(torch.uint8).fill_(_POISON)
-            self._views[tier].append(shape.stack(base, unit=options.unit))
-            if tier == _DEVICE:
-                words = shape.stack(base, unit="page").flatten(4)
-                self._words.append(words.view(torch.int64))
-
     def move(self, direction: str, device_pages: list[int], host_pages: list[int], moved: Moved) -> None:
         """Store or load pages, all in one call, and add bytes and time to `moved`."""
         device_indices, host_indices = self._indices(device_pages), self._indices(host_pages)
-        pools = (self._views[_DEVICE], self._views[_HOST], device_indices, host_indices)
+        pools = (self._device_views, self._host_views, device_indices, host_indices)
         if direction == "store":
-            pools = (self._views[_HOST], self._views[_DEVICE], host_indices, device_indices)
+            pools = (self._host_views, self._device_views, host_indices, device_indices)
         with self._clock.measure(moved):
-            transfer_kv(*pools, slot_dim=2, method=self._options.method)
+            transfer_kv(*pools, slot_dim=1, method=self._options.method)
         moved.num_bytes += len(device_pages) * self._options.block_bytes
 
     def _indices(self, pages: list[int]) -> Tensor:
@@ -219,7 +208,7 @@ class Pools:
         """Write the fingerprints of blocks into device pages."""
         for words, fingerprint in zip(self._words, self._fingerprints, strict=True):
             for start, stop, part in _page_runs(pages, len(pages)):
-                fingerprint.words(blocks[part], out=words[:, :, start:stop])
+                fingerprint.words(blocks[part], out=words[:, start:stop])
 
     def verify(self, blocks: list[int], pages: list[int], result: ReplayResult) -> int:
         """Compare device pages with the fingerprints of their blocks; returns how many rows.
@@ -228,18 +217,18 @@ class Pools:
         """
         num_rows = 0
         longest = max(1, _CHECK_BYTES // self._options.block_bytes)
-        for group, words, fingerprint in zip(self._groups, self._words, self._fingerprints, strict=True):
+        planes = self._options.model.planes
+        for plane, words, fingerprint in zip(planes, self._words, self._fingerprints, strict=True):
             for start, stop, part in _page_runs(pages, longest):
-                found, wanted = words[:, :, start:stop], fingerprint.words(blocks[part])
+                found, wanted = words[:, start:stop], fingerprint.words(blocks[part])
                 num_rows += found[..., 0].numel()
                 if not torch.equal(found, wanted):
                     bad_rows = (found != wanted).any(-1).nonzero()
                     result.mismatches += len(bad_rows)
                     if not result.first_mismatch:
-                        plane, layer, page, token = bad_rows[0].tolist()
+                        layer, page, token = bad_rows[0].tolist()
                         result.first_mismatch = (
-                            f"block {blocks[part][page]}, {group[plane].name}, layer {layer}, "
-                            f"token {token}"
+                            f"block {blocks[part][page]}, {plane.name}, layer {layer}, token {token}"
                         )
         self._clock.settle()
         return num_rows
@@ -258,19 +247,21 @@ class Fingerprint:
 
     _LOW_BITS = 0x0101010101010101
 
-    def __init__(self, num_planes: int, row_bytes: int, options: ReplayOptions) -> None:
+    def __init__(self, plane: int, options: ReplayOptions) -> None:
+        planes = options.model.planes
+        row_bytes = planes[plane].row_bytes
         if row_bytes % 8:
             raise ValueError(f"[replay] rows must be multiples of 8 bytes, got {row_bytes}.")
-        shape = (num_planes, options.num_layers, 1, options.block_tokens)
+        shape = (len(planes), options.num_layers, 1, options.block_tokens)
         generator = torch.Generator().manual_seed(options.seed)
         bounds = torch.iinfo(torch.int64)
         place = torch.randint(bounds.min, bounds.max, shape, generator=generator)
         position = torch.randint(bounds.min, bounds.max, (row_bytes // 8,), generator=generator)
-        self._place = place.to(options.device)
+        self._place = place[plane].to(options.device)
         self._position = (position | self._LOW_BITS).to(options.device)
 
     def words(self, blocks: list[int], *, out: Tensor | None = None) -> Tensor:
-        """int64 [planes, layers, blocks, tokens, words of a row]."""
+        """int64 [layers, blocks, tokens, words of a row]."""
         ids = torch.tensor(blocks, dtype=torch.int64).view(-1, 1).to(self._place.device)
         rows = _mix(_mix(ids) ^ self._place) & ~self._LOW_BITS
         return torch.bitwise_xor(rows.unsqueeze(-1), self._position, out=out)
@@ -281,8 +272,8 @@ class Replay:
 
     def __init__(self, options: ReplayOptions) -> None:
         self._pools = Pools(options)
-        self._device = Tier(self._pools.num_pages[_DEVICE])
-        self._host = Tier(self._pools.num_pages[_HOST])
+        self._device = Tier(self._pools.device_pool)
+        self._host = Tier(self._pools.host_pool)
 
     def run(
         self,
@@ -328,11 +319,10 @@ class Replay:
         self._evict(len(loaded) + len(new), keep, record, result)
         if loaded:
             host_pages = [self._host.pages[block] for block in loaded]
-            device_pages = [self._device.add(block) for block in loaded]
+            device_pages = self._device.add(loaded)
             self._pools.move("load", device_pages, host_pages, record.load)
             record.rows_verified = self._pools.verify(loaded, device_pages, result)
-        for block in new:
-            self._device.add(block)
+        self._device.add(new)
         if prefilled := blocks[cached:]:
             self._pools.prefill(prefilled, [self._device.pages[block] for block in prefilled])
         # The last block of a prefix is of no use without the first: it is to go first.
@@ -355,7 +345,7 @@ class Replay:
         kept = unsaved[max(0, len(unsaved) - self._host.num_free) :]
         result.blocks_dropped += len(unsaved) - len(kept)
         if kept:
-            host_pages = [self._host.add(block) for block, _ in kept]
+            host_pages = self._host.add([block for block, _ in kept])
             self._pools.move("store", [page for _, page in kept], host_pages, record.store)
 
 
@@ -386,14 +376,6 @@ class _Clock:
             end.synchronize()
             moved.seconds += start.elapsed_time(end) / 1e3
         self._pending.clear()
-
-
-def _plane_groups(planes: Sequence[PlaneSpec]) -> list[list[PlaneSpec]]:
-    """Planes of one row shape and dtype share an allocation, as K and V do in SGLang's pools."""
-    groups: dict[tuple[object, ...], list[PlaneSpec]] = {}
-    for plane in planes:
-        groups.setdefault((plane.row_shape, plane.dtype), []).append(plane)
-    return list(groups.values())
 
 
 def _page_runs(pages: list[int], longest: int) -> Iterator[tuple[int, int, slice]]:
