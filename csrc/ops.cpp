@@ -12,6 +12,10 @@ STABLE_TORCH_LIBRARY(hicache, m) {
       "transfer_kv(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, "
       "int slot_dim=0, Tensor? count=None, str method='auto', int max_blocks=0) -> ()");
 
+  // Lets the current stream wait for an engine's newest load of a layer. `pool` is what is read next: it
+  // counts as mutated so that no read moves in front. Implemented in Python, layer_wait.py.
+  m.def("wait_layer(Tensor(a!)[] pool, int engine, int layer) -> ()");
+
   // Raises, and clears, the first bad index that a kernel on this tensor's device met.
   m.def("check_errors(Tensor on_device) -> ()");
 

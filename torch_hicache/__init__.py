@@ -9,11 +9,14 @@ _backends.load()
 # ops.py needs the schemas that load() has just brought in.
 from torch_hicache import ops  # noqa: E402
 from torch_hicache._backends import Backend, backends  # noqa: E402
+from torch_hicache.engine import TransferEngine  # noqa: E402
 from torch_hicache.host_memory import device_view, empty_host  # noqa: E402
+from torch_hicache.layer_wait import wait_layer  # noqa: E402
 from torch_hicache.layout import PlaneSpec  # noqa: E402
 from torch_hicache.ops import check_errors, transfer_kv  # noqa: E402
 from torch_hicache.plan import MethodTable, Plan, explain, set_method_table  # noqa: E402
 from torch_hicache.pool import DevicePool, HostPool  # noqa: E402
+from torch_hicache.ticket import Ticket, TransferCancelled  # noqa: E402
 
 try:
     __version__ = version("torch_hicache")
@@ -27,6 +30,9 @@ __all__ = [
     "MethodTable",
     "Plan",
     "PlaneSpec",
+    "Ticket",
+    "TransferCancelled",
+    "TransferEngine",
     "__version__",
     "backends",
     "check_errors",
@@ -36,4 +42,5 @@ __all__ = [
     "ops",
     "set_method_table",
     "transfer_kv",
+    "wait_layer",
 ]

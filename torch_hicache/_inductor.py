@@ -1,4 +1,6 @@
-"""What torch.compile's inductor must know about `transfer_kv`; docs/compile.md has the whole story.
+"""What torch.compile's inductor must know about the ops; docs/compile.md has the whole story.
+
+`wait_layer` counts as a transfer that reads nothing: it writes its `pool` as far as order is concerned.
 
 Three remedies keep results right, one keeps inductor from copying pools. `install` is called by the
 fake kernel while a graph is being compiled: `import torch_hicache` stays free of inductor.
@@ -120,11 +122,18 @@ def _add_pass(hook: str, graph_pass: _Pass, *, first: bool = False) -> None:
     setattr(torch._inductor.config, hook, value)
 
 
+# The ops that write a list of tensors, and the name of that list.
+_WRITES = {
+    torch.ops.hicache.transfer_kv.default: "dst",
+    torch.ops.hicache.wait_layer.default: "pool",
+}
+
+
 def _is_transfer(node: Node) -> bool:
     """The op inside torch's wrapper for mutating ops, as functional graphs have it."""
     higher_order = torch.ops.higher_order
     wrappers = (higher_order.auto_functionalized_v2, higher_order.auto_functionalized)
-    return node.target in wrappers and node.args[0] is torch.ops.hicache.transfer_kv.default
+    return node.target in wrappers and node.args[0] in _WRITES
 
 
 def _transfers(graph: Graph) -> list[Node]:
@@ -156,13 +165,15 @@ _GEOMETRY = "hicache_geometry"
 def _reads(transfer: Node) -> list[Any]:
     """What a transfer reads, in a fixed order."""
     kwargs = transfer.kwargs
+    if "src" not in kwargs:
+        return []
     return [*kwargs["src"], kwargs["dst_indices"], kwargs["src_indices"], kwargs.get("count")]
 
 
 def _bases(transfer: Node) -> list[Any]:
     """What a transfer writes: the tensors that the planes of `dst` are views of."""
     kwargs = transfer.kwargs
-    return list(kwargs["_all_bases"] if "_all_bases" in kwargs else kwargs["dst"])
+    return list(kwargs["_all_bases"] if "_all_bases" in kwargs else kwargs[_WRITES[transfer.args[0]]])
 
 
 def _storage(node: Any) -> Any:
@@ -348,18 +359,20 @@ def _install_lowerings() -> None:
     if offset not in lowering.lowerings:
         lowering.register_lowering(offset, type_promotion_kind=None)(_storage_offset)
 
-    # As inductor does by itself for an op that it meets without a lowering.
-    transfer = torch.ops.hicache.transfer_kv.default
-    tag = torch._library.utils.get_layout_constraint_tag(transfer, with_default=True)
-    constraint = lowering.tag_to_layout_constraint(tag)
-    lowering.make_fallback(transfer, constraint, warn=False)
-    fallback = lowering.lowerings[transfer]
+    for op, written in _WRITES.items():
+        # As inductor does by itself for an op that it meets without a lowering.
+        tag = torch._library.utils.get_layout_constraint_tag(op, with_default=True)
+        constraint = lowering.tag_to_layout_constraint(tag)
+        lowering.make_fallback(op, constraint, warn=False)
+        lowering.lowerings[op] = _realizing(lowering.lowerings[op], written)
 
-    def transfer_kv(*args: Any, **kwargs: Any) -> Any:
-        _realize_reads(args[0] if args else kwargs["dst"])
+
+def _realizing(fallback: Callable[..., Any], written: str) -> Callable[..., Any]:
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        _realize_reads(args[0] if args else kwargs[written])
         return fallback(*args, **kwargs)
 
-    lowering.lowerings[transfer] = transfer_kv
+    return lower
 
 
 def _storage_offset(_tensor: Any) -> Any:

@@ -1,0 +1,550 @@
+"""The contract of TransferEngine and its tickets, on every device; what is blocked is so by a gate."""
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from engine_fakes import (
+    DEVICE_SLOTS,
+    HOST_SLOTS,
+    LAYERS,
+    SPECS,
+    GatedRuntime,
+    Model,
+    failing_layers,
+    ints,
+    make_pools,
+)
+from torch import Tensor
+
+from torch_hicache import DevicePool, HostPool, PlaneSpec, Ticket, TransferCancelled, TransferEngine
+
+D, H = ints(3, 4, 9), ints(30, 2, 31)
+
+
+@pytest.fixture
+def gated() -> Iterator[tuple[TransferEngine, GatedRuntime, Model]]:
+    """An engine on the CPU whose streams can be blocked."""
+    runtime = GatedRuntime()
+    pools = make_pools()
+    with TransferEngine(*pools, runtime=runtime, group_bytes=1) as engine:
+        yield engine, runtime, Model(*pools)
+
+
+# --- What moves -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [None, "all", [5], [8, 2]])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_store_and_load_move_the_slots_and_nothing_else(
+    device: str, layers: list[int] | str | None, dtype: torch.dtype
+) -> None:
+    pools = make_pools(device=device)
+    model = Model(*pools)
+    chosen = LAYERS if layers in (None, "all") else layers
+    with TransferEngine(*pools) as engine:
+        ticket = engine.store(D.to(dtype), H.to(dtype), layers=layers)
+        ticket.wait()
+        model.store(D, H, chosen)
+        model.compare()
+        device_slots = ints(0, -1, 20, 7)
+        ticket = engine.load(ints(30, 1, -1, 2).to(dtype), device_slots.to(dtype), layers=layers)
+        ticket.wait()
+        model.load(ints(30, 1, -1, 2), device_slots, chosen)
+        model.compare()
+        assert ticket.done()
+        assert ticket.error is None
+        assert ticket.layers == tuple(chosen)
+        assert ticket.nbytes == 4 * len(ticket.layers) * sum(spec.row_bytes for spec in SPECS)
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_pages(device: str, layout: str) -> None:
+    pools = make_pools(layout=layout, page_size=4, device=device)
+    model = Model(*pools, unit="page")
+    with TransferEngine(*pools, unit="page") as engine:
+        for pool in pools:
+            assert len(pool.allocate(5, unit="page")) == 5
+        ticket = engine.store(ints(1, 4), ints(9, 0), layers="all")
+        pools[0].free(ints(1, 4), unit="page")
+        ticket.wait()
+        model.store(ints(1, 4), ints(9, 0))
+        model.compare()
+        assert pools[0].available == DEVICE_SLOTS - 3 * 4
+        assert TransferEngine(*pools)._pair.unit == ("slot" if pools[1].has_slots else "page")
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_adopted_pools(device: str, stacked: bool) -> None:
+    """A list of tensors, one for each layer, moves like a stack."""
+    own, host_pool = make_pools(device=device)
+    stacks = dict(zip(own.plane_names, own.stacks(), strict=True))
+    parts = {name: stack if stacked else list(stack.unbind(0)) for name, stack in stacks.items()}
+    pools = DevicePool.adopt(parts, layer_ids=LAYERS), host_pool
+    model = Model(*pools)
+    with TransferEngine(*pools, group_bytes=300) as engine:
+        engine.load(H, D, layers="all").wait()
+        engine.store(ints(5), ints(6)).wait()
+    model.load(H, D)
+    model.store(ints(5), ints(6))
+    model.compare()
+
+
+def test_no_entries(device: str) -> None:
+    pools = make_pools(device=device)
+    model = Model(*pools)
+    with TransferEngine(*pools) as engine:
+        for ticket in (engine.load(ints(), ints()), engine.store(ints(), ints(), layers="all")):
+            ticket.wait_stream()
+            ticket.wait_layer(5)
+            ticket.wait()
+            assert ticket.nbytes == 0
+    model.compare()
+
+
+def test_indices_may_be_overwritten_after_the_call(gated: tuple) -> None:
+    engine, runtime, model = gated
+    device_slots, host_slots = D.clone(), H.clone()
+    with runtime.blocked():
+        ticket = engine.load(host_slots, device_slots)
+        host_slots.zero_()
+        device_slots.zero_()
+    ticket.wait()
+    model.load(H, D)
+    model.compare()
+
+
+# --- What is refused at the call ------------------------------------------------------------------
+
+BAD_CALLS: dict[str, tuple[Callable[[TransferEngine], object], type[Exception], str]] = {
+    "device slot": (
+        lambda e: e.load(ints(0, 1), ints(3, DEVICE_SLOTS)),
+        IndexError,
+        "[TransferEngine] device_indices must be slots from 0 to 23 or -1, got 24 at position 1.",
+    ),
+    "host slot": (
+        lambda e: e.store(ints(0, 1, 2), ints(3, -2, 7)),
+        IndexError,
+        "[TransferEngine] host_indices must be slots from 0 to 39 or -1, got -2 at position 1.",
+    ),
+    "length": (
+        lambda e: e.store(ints(0, 1, 2), ints(3)),
+        ValueError,
+        "[TransferEngine] device_indices and host_indices must have the same length, got 3 and 1.",
+    ),
+    "dtype": (
+        lambda e: e.store(torch.tensor([1.0]), ints(3)),
+        ValueError,
+        "[TransferEngine] device_indices must be 1-D, int32 or int64, got [1] of float32.",
+    ),
+    "dimensions": (
+        lambda e: e.load(torch.tensor(1), ints(3)),
+        ValueError,
+        "[TransferEngine] host_indices must be 1-D, int32 or int64, got [] of int64.",
+    ),
+    "device": (
+        lambda e: e.load(ints(1).to("meta"), ints(3)),
+        ValueError,
+        "[TransferEngine] host_indices must be on cpu, got meta.",
+    ),
+    "unknown layer": (
+        lambda e: e.load(ints(1), ints(3), layers=[2, 4]),
+        ValueError,
+        "[TransferEngine] layers must be among [2, 3, 5, 8], got 4.",
+    ),
+    "layer twice": (
+        lambda e: e.load(ints(1), ints(3), layers=[2, 2]),
+        ValueError,
+        "[TransferEngine] layers must be one or more, once each, got [2, 2].",
+    ),
+    "no layers": (
+        lambda e: e.load(ints(1), ints(3), layers=[]),
+        ValueError,
+        "[TransferEngine] layers must be one or more, once each, got [].",
+    ),
+    "other word": (
+        lambda e: e.load(ints(1), ints(3), layers="each"),
+        ValueError,
+        "[TransferEngine] layers must be layer ids or 'all', got 'each'.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls_raise_before_anything_is_submitted(gated: tuple, name: str) -> None:
+    engine, _, model = gated
+    call, kind, text = BAD_CALLS[name]
+    with pytest.raises(kind, match=f"^{re.escape(text)}$"):
+        call(engine)
+    stats = engine.stats()
+    assert all(not any(of_direction.values()) for of_direction in stats.values())
+    assert [pool.available for pool in model.pools.values()] == [DEVICE_SLOTS, HOST_SLOTS]
+    model.compare()
+
+
+BAD_ENGINES: dict[str, tuple[Callable[[], object], str]] = {
+    "layers": (
+        lambda: TransferEngine(make_pools((0, 1))[0], make_pools((0, 2))[1]),
+        "both pools must have the same layers in the same order, got [0, 1] (device) and [0, 2] (host).",
+    ),
+    "planes": (
+        lambda: TransferEngine(
+            make_pools((0,))[0], HostPool([PlaneSpec("k", (3, 8), torch.int8)], 1, 8, device="cpu")
+        ),
+        "dst and src must have the same number of tensors, got 2 and 1.",
+    ),
+    "dtype": (
+        lambda: TransferEngine(
+            DevicePool([PlaneSpec("k", (3, 8), torch.bfloat16)], 1, 8, "cpu"),
+            HostPool([PlaneSpec("k", (3, 8), torch.int8)], 1, 8, device="cpu"),
+        ),
+        "dst[0] and src[0] must have the same dtype, got bfloat16 and int8.",
+    ),
+    "page size": (
+        lambda: TransferEngine(make_pools(page_size=4)[0], make_pools(page_size=8)[1], unit="page"),
+        "pools that move by page must have one page size, got 4 (device) and 8 (host).",
+    ),
+    "unit": (
+        lambda: TransferEngine(*make_pools(layout="page_first_direct", page_size=4), unit="slot"),
+        "page_first_direct is addressable by page only",
+    ),
+    "on_full": (
+        lambda: TransferEngine(*make_pools(), on_full="drop"),
+        "on_full must be 'block' or 'raise', got 'drop'.",
+    ),
+    "max_in_flight": (
+        lambda: TransferEngine(*make_pools(), max_in_flight=0),
+        "max_in_flight must be 1 or more, got 0.",
+    ),
+    "max_in_flight_bytes": (
+        lambda: TransferEngine(*make_pools(), max_in_flight_bytes=0),
+        "max_in_flight_bytes must be 1 or more, got 0.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ENGINES)
+def test_engines_that_cannot_be(name: str) -> None:
+    make, text = BAD_ENGINES[name]
+    threads = threading.active_count()
+    with pytest.raises(ValueError, match=re.escape(text)):
+        make()
+    assert threading.active_count() == threads
+
+
+# --- Tickets --------------------------------------------------------------------------------------
+
+
+def test_a_call_returns_at_once_and_wait_has_a_timeout(gated: tuple) -> None:
+    engine, runtime, model = gated
+    with runtime.blocked():
+        ticket = engine.load(H, D)
+        assert not ticket.done()
+        assert ticket.error is None
+        with pytest.raises(TimeoutError, match=r"\[Ticket\] load must end within 0.01 s, it still runs."):
+            ticket.wait(timeout=0.01)
+        model.compare()
+    ticket.wait(timeout=30)
+    assert ticket.done()
+    model.load(H, D)
+    model.compare()
+
+
+def test_a_ticket_has_its_layers_and_no_other(gated: tuple) -> None:
+    engine, _, _ = gated
+    ticket = engine.load(H, D, layers=[5, 2])
+    for layer in (3, 8, 0):
+        with pytest.raises(
+            ValueError, match=rf"layer must be one of the ticket's, \[5, 2\], got {layer}"
+        ):
+            ticket.wait_layer(layer)
+    whole = engine.load(H, D)
+    for layer in LAYERS:
+        whole.wait_layer(layer)
+    with pytest.raises(ValueError, match="layer must be one of the ticket's"):
+        whole.wait_layer(4)
+
+
+def test_completion_is_seen_without_another_call(gated: tuple) -> None:
+    """The slots that were freed in flight come back though nobody asks the ticket."""
+    engine, runtime, model = gated
+    device_slots = model.pools["device"].allocate(DEVICE_SLOTS)
+    with runtime.blocked():
+        engine.store(device_slots, torch.arange(DEVICE_SLOTS))
+        model.pools["device"].free(device_slots)
+        assert model.pools["device"].available == 0
+        with pytest.raises(MemoryError):
+            model.pools["device"].allocate(1)
+    _wait_until(lambda: model.pools["device"].available == DEVICE_SLOTS)
+    assert engine.stats()["store"]["in_flight"] == 0
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(3000):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it did not happen within half a minute")
+
+
+def test_wait_by_several_threads(gated: tuple) -> None:
+    engine, runtime, _ = gated
+    with runtime.blocked():
+        ticket = engine.load(H, D, layers="all")
+        told: list[str] = []
+
+        def wait() -> None:
+            ticket.wait()
+            told.append("done" if ticket.done() else "not done")
+
+        threads = [threading.Thread(target=wait) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert told == ["done"] * 8
+
+
+@pytest.mark.parametrize("failing", LAYERS)
+def test_a_layer_that_fails_is_never_ready_nor_those_behind_it(gated: tuple, failing: int) -> None:
+    engine, _, model = gated
+    with failing_layers(failing) as tried:
+        ticket = engine.load(H, D, layers="all")
+        with pytest.raises(RuntimeError, match="the link is down"):
+            ticket.wait(30)
+    first_bad = LAYERS.index(failing)
+    assert tried == list(LAYERS[: first_bad + 1]), "layers behind the one that failed are not tried"
+    assert ticket.done()
+    assert str(ticket.error) == "the link is down"
+    for layer in LAYERS[:first_bad]:
+        ticket.wait_layer(layer)
+    for layer in LAYERS[first_bad:]:
+        with pytest.raises(RuntimeError, match="the link is down"):
+            ticket.wait_layer(layer)
+    with pytest.raises(RuntimeError, match="the link is down"):
+        ticket.wait_stream()
+    with pytest.raises(RuntimeError, match="the link is down"):
+        ticket.wait()
+    if first_bad:
+        model.load(H, D, LAYERS[:first_bad])
+    model.compare()
+    stats = engine.stats()["load"]
+    assert (stats["transfers"], stats["bytes"], stats["errors"], stats["in_flight"]) == (0, 0, 1, 0)
+    engine.load(H, D, layers="all").wait()  # the engine goes on
+    model.load(H, D)
+    model.compare()
+
+
+def test_a_layer_that_fails_while_others_wait_for_it(gated: tuple) -> None:
+    engine, runtime, _ = gated
+    told: dict[int, str] = {}
+    with failing_layers(5), runtime.blocked() as gate:
+        ticket = engine.load(H, D, layers="all")
+
+        def wait(layer: int) -> None:
+            try:
+                ticket.wait_layer(layer)
+                told[layer] = "ready"
+            except RuntimeError as error:
+                told[layer] = str(error)
+
+        threads = [threading.Thread(target=wait, args=(layer,)) for layer in LAYERS]
+        for thread in threads:
+            thread.start()
+        assert not told
+        gate.set()
+        for thread in threads:
+            thread.join(30)
+    assert told == {2: "ready", 3: "ready", 5: "the link is down", 8: "the link is down"}
+
+
+def test_a_failed_transfer_gives_its_slots_back(gated: tuple) -> None:
+    engine, runtime, model = gated
+    slots = model.pools["host"].allocate(HOST_SLOTS)
+    with failing_layers(3), runtime.blocked():
+        ticket = engine.store(D, slots[:3])
+        model.pools["host"].free(slots)
+        assert model.pools["host"].available == HOST_SLOTS - 3
+        assert not ticket.done()
+    with pytest.raises(RuntimeError):
+        ticket.wait(30)
+    assert model.pools["host"].available == HOST_SLOTS
+
+
+# --- cancel ---------------------------------------------------------------------------------------
+
+
+def test_cancel_before_the_work_has_begun(gated: tuple) -> None:
+    engine, runtime, model = gated
+    slots = model.pools["device"].allocate(3)
+    with runtime.blocked():
+        ticket = engine.load(H, slots, layers="all")
+        model.pools["device"].free(slots)
+        assert ticket.cancel() is True
+        assert model.pools["device"].available == DEVICE_SLOTS - 3, "held until its turn has come"
+        assert not ticket.done()
+    with pytest.raises(TransferCancelled, match="this load was cancelled"):
+        ticket.wait(30)
+    with pytest.raises(TransferCancelled):
+        ticket.wait_layer(2)
+    assert model.pools["device"].available == DEVICE_SLOTS
+    assert ticket.cancelled
+    assert engine.stats()["load"]["cancelled"] == 1
+    assert engine.stats()["load"]["errors"] == 0
+    model.compare()
+
+
+def test_cancel_in_the_middle(gated: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer that runs is moved whole, later ones are dropped."""
+    engine, _, model = gated
+    running, go_on = threading.Event(), threading.Event()
+    transfer = Ticket._transfer
+
+    def slow(ticket: Ticket, dst: list[Tensor], *rest: object) -> None:
+        if dst[0].data_ptr() == model.pools["device"].planes(3)[0].data_ptr():
+            running.set()
+            go_on.wait(30)
+        transfer(ticket, dst, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Ticket, "_transfer", slow)
+    ticket = engine.load(H, D, layers="all")
+    assert running.wait(30)
+    assert ticket.cancel() is True
+    assert ticket.cancel() is False, "nothing is left to be dropped"
+    go_on.set()
+    ticket.wait_layer(2)
+    ticket.wait_layer(3)
+    for layer in (5, 8):
+        with pytest.raises(TransferCancelled):
+            ticket.wait_layer(layer)
+    model.load(H, D, (2, 3))
+    model.compare()
+
+
+def test_cancel_behind_the_end(gated: tuple) -> None:
+    engine, _, model = gated
+    ticket = engine.load(H, D)
+    ticket.wait()
+    assert ticket.cancel() is False
+    ticket.wait()
+    assert ticket.error is None
+    model.load(H, D)
+    model.compare()
+
+
+# --- The queue ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [{"max_in_flight": 2}, {"max_in_flight_bytes": 3 * 4 * 68 * 2}])
+def test_a_full_queue_can_raise(limit: dict[str, int]) -> None:
+    runtime, pools = GatedRuntime(), make_pools()
+    with TransferEngine(*pools, runtime=runtime, on_full="raise", **limit) as engine:
+        with runtime.blocked():
+            tickets = [engine.load(H, D), engine.store(ints(0, 1, 2), ints(4, 5, 6))]
+            slots = pools[0].allocate(1)
+            with pytest.raises(
+                RuntimeError, match=r"transfers in flight must be at most .* got one more"
+            ):
+                engine.load(ints(0), slots)
+            pools[0].free(slots)
+            assert pools[0].available == DEVICE_SLOTS - 6, "the refused call holds nothing"
+        for ticket in tickets:
+            ticket.wait(30)
+        engine.load(H, D).wait(30)
+
+
+def test_a_transfer_larger_than_the_queue_runs_alone() -> None:
+    pools = make_pools()
+    with TransferEngine(*pools, max_in_flight_bytes=10) as engine:
+        for _ in range(3):
+            ticket = engine.store(D, H)
+        ticket.wait(30)
+        assert engine.stats()["store"]["transfers"] == 3
+
+
+def test_a_full_queue_blocks_several_threads_and_lets_all_through() -> None:
+    runtime, pools = GatedRuntime(), make_pools()
+    with TransferEngine(*pools, runtime=runtime, max_in_flight=3) as engine:
+        tickets: list[Ticket] = []
+
+        def submit(number: int) -> None:
+            for i in range(5):
+                slot = ints((number * 5 + i) % DEVICE_SLOTS)
+                make = engine.load if i % 2 else engine.store
+                tickets.append(make(slot, slot))
+
+        threads = [threading.Thread(target=submit, args=(i,)) for i in range(6)]
+        with runtime.blocked():
+            for thread in threads:
+                thread.start()
+            _wait_until(lambda: sum(s["queue_depth"] for s in engine.stats().values()) == 6)
+            assert sum(stats["in_flight"] for stats in engine.stats().values()) == 3
+            assert len(tickets) == 3
+        for thread in threads:
+            thread.join(30)
+        assert len(tickets) == 30
+        for ticket in tickets:
+            ticket.wait(30)
+        assert sum(stats["transfers"] for stats in engine.stats().values()) == 30
+
+
+# --- close ----------------------------------------------------------------------------------------
+
+
+def test_close_waits_and_may_be_called_again() -> None:
+    runtime, pools = GatedRuntime(), make_pools()
+    model = Model(*pools)
+    threads = threading.active_count()
+    engine = TransferEngine(*pools, runtime=runtime, max_in_flight=1)
+    with runtime.blocked():
+        ticket = engine.load(H, D)
+        refused: list[str] = []
+
+        def submit() -> None:
+            try:
+                engine.load(H, D)
+            except RuntimeError as error:
+                refused.append(str(error))
+
+        submitter = threading.Thread(target=submit)
+        submitter.start()
+        _wait_until(lambda: engine.stats()["load"]["queue_depth"] == 1)
+        closers = [threading.Thread(target=engine.close) for _ in range(3)]
+        for closer in closers:
+            closer.start()
+        submitter.join(30)
+        assert refused == ["[TransferEngine] the engine must be open, it was closed."]
+        closers[0].join(0.05)
+        assert closers[0].is_alive(), "close must wait for what is in flight"
+    for closer in closers:
+        closer.join(30)
+    assert ticket.done()
+    engine.close()
+    with pytest.raises(RuntimeError, match="the engine must be open, it was closed"):
+        engine.store(D, H)
+    ticket.wait()
+    model.load(H, D)
+    model.compare()
+    assert threading.active_count() == threads
+    assert [pool.available for pool in pools] == [DEVICE_SLOTS, HOST_SLOTS]
+
+
+def test_stats_count_what_has_moved(gated: tuple) -> None:
+    engine, runtime, _ = gated
+    engine.store(D, H).wait()
+    with runtime.blocked():
+        ticket = engine.load(H, D, layers=[2, 5])
+        stats = engine.stats()["load"]
+        assert (stats["in_flight"], stats["in_flight_bytes"]) == (1, 3 * 2 * 68)
+        assert (stats["transfers"], stats["bytes"], stats["gb_per_s"]) == (0, 0, 0.0)
+    ticket.wait()
+    stats = engine.stats()
+    assert stats["load"]["in_flight"] == stats["load"]["in_flight_bytes"] == 0
+    assert (stats["load"]["transfers"], stats["load"]["bytes"]) == (1, 3 * 2 * 68)
+    assert (stats["store"]["transfers"], stats["store"]["bytes"]) == (1, 3 * 4 * 68)
+    for of_direction in stats.values():
+        rate = of_direction["bytes"] / of_direction["busy_seconds"] / 1e9
+        assert of_direction["gb_per_s"] == pytest.approx(rate)

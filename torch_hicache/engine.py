@@ -1,0 +1,357 @@
+"""TransferEngine: loads and stores between two pools that run beside the computation.
+
+    caller's stream  --- produces slots ---o----------------------------o--- reads layer 0 --- ...
+                                           | event                      | event of layer 0
+    store stream                           o--- device -> host          |
+    load stream        ---- waits for the hazards ---- layer 0 ---------o--- layer 1 --- ...
+
+One stream for each direction. Order between streams is made by events only: the host never waits for the
+device but where the caller asks for it. docs/design.md has the rules.
+"""
+
+import atexit
+import contextlib
+import itertools
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_hicache.error_scope import ErrorScope
+from torch_hicache.hazards import Hazards
+from torch_hicache.in_flight import DIRECTIONS, InFlight
+from torch_hicache.pool import DevicePool, HostPool
+from torch_hicache.pool_pair import PoolPair
+from torch_hicache.streams import LayerEvent, Runtime, runtime_for
+from torch_hicache.ticket import Ticket, check_process
+
+# By handle, for torch.ops.hicache.wait_layer and for the end of the process.
+_engines: "weakref.WeakValueDictionary[int, TransferEngine]" = weakref.WeakValueDictionary()
+_handles = itertools.count(1)
+
+
+class TransferEngine:
+    """Moves slots between a device pool and a host pool, asynchronously. Several threads may use it.
+
+    Args:
+        device_pool, host_pool: pools with the same layers and planes. The engine keeps them alive.
+        unit: what indices address, "slot" or "page"; by default slots where both pools can, else pages.
+        on_full: what a call does when the queue is full: "block" until there is room, or "raise".
+        max_in_flight: the most tickets in flight, of both directions together.
+        max_in_flight_bytes: the most bytes; None for any number. A larger transfer runs alone.
+        group_bytes: layers that are asked for by name move in groups of at least so many bytes.
+        runtime: where streams and events come from; that of the device pool's device without one.
+
+    Attributes:
+        handle: the engine's number, for `torch.ops.hicache.wait_layer`.
+
+    One engine for a pair of pools: transfers of two engines know nothing of each other's slots.
+
+    Raises:
+        ValueError: pools that do not fit together, or a bad option.
+    """
+
+    def __init__(
+        self,
+        device_pool: DevicePool,
+        host_pool: HostPool,
+        *,
+        unit: str | None = None,
+        on_full: str = "block",
+        max_in_flight: int = 64,
+        max_in_flight_bytes: int | None = None,
+        group_bytes: int = 4 << 20,
+        runtime: Runtime | None = None,
+    ) -> None:
+        if unit is None:
+            unit = "slot" if device_pool.has_slots and host_pool.has_slots else "page"
+        if on_full not in ("block", "raise"):
+            raise ValueError(f"[TransferEngine] on_full must be 'block' or 'raise', got '{on_full}'.")
+        limits = {"max_in_flight": max_in_flight, "group_bytes": group_bytes}
+        if max_in_flight_bytes is not None:
+            limits["max_in_flight_bytes"] = max_in_flight_bytes
+        for name, value in limits.items():
+            if value < 1:
+                raise ValueError(f"[TransferEngine] {name} must be 1 or more, got {value}.")
+        self._pair = PoolPair(device_pool, host_pool, unit)
+        self._group_bytes = group_bytes
+        device = device_pool.device
+        self._on_device = None if device.type == "cpu" else torch.empty(0, device=device)
+        self._runtime: Runtime = runtime_for(device) if runtime is None else runtime
+        self._streams = {name: self._runtime.new_stream(f"hicache-{name}") for name in DIRECTIONS}
+        self._in_flight = InFlight(max_in_flight, max_in_flight_bytes, blocks=on_full == "block")
+        self._submitting = threading.Lock()  # order of submissions; all below belongs to it
+        self._hazards = Hazards(DIRECTIONS, (self._pair.device_size, self._pair.host_size))
+        self._numbers = itertools.count(1)
+        self._layer_events: dict[int, LayerEvent] = {}
+        # Failed loads that have ended, whose error nobody may have been told of.
+        self._untold: deque[Ticket] = deque(maxlen=max_in_flight)
+        self._process = os.getpid()
+        self.handle = next(_handles)
+        _engines[self.handle] = self
+
+    # --- Transfers ------------------------------------------------------------------------------
+
+    def load(
+        self, host_indices: Tensor, device_indices: Tensor, layers: Sequence[int] | str | None = None
+    ) -> Ticket:
+        """Move slots from the host pool to the device pool. Returns at once; see `store`."""
+        return self._submit("load", device_indices, host_indices, layers)
+
+    def store(
+        self, device_indices: Tensor, host_indices: Tensor, layers: Sequence[int] | str | None = None
+    ) -> Ticket:
+        """Move slots from the device pool to the host pool. Returns at once.
+
+        Args:
+            device_indices, host_indices: 1-D, int32 or int64, of one length, on the CPU or on the device;
+                -1 skips an entry. They may be overwritten or freed as soon as the call has returned.
+            layers: None moves all layers in one submission; they are ready together. A list of layer
+                ids moves these, in this order, and each can be waited for: `Ticket.wait_layer`. "all"
+                names all.
+
+        Streams: the transfer waits for the work that the caller's current stream has at the time of
+        the call, which produced the slots or still reads them, and for transfers of the other direction
+        in flight that share a slot. Indices on the device count as all slots there, since the host can't
+        read them. Work that comes later and writes slots a store reads, or reads slots a load writes,
+        must wait for the ticket.
+
+        Lifetime: slots named by indices on the CPU are held until the device has finished: if they are
+        freed meanwhile, the pool hands them out no earlier. Slots named by indices on the device must not
+        be freed before the ticket is done.
+
+        Raises, before anything is submitted:
+            ValueError, IndexError: bad indices or layers; for indices on the CPU every value is checked.
+            RuntimeError: the queue is full and on_full is "raise"; the engine is closed, or belongs to
+                the parent of this process; the current stream is capturing.
+        Later errors are the ticket's, also of a submission that the device refused.
+        """
+        return self._submit("store", device_indices, host_indices, layers)
+
+    def _submit(
+        self,
+        direction: str,
+        device_indices: Tensor,
+        host_indices: Tensor,
+        layers: Sequence[int] | str | None,
+    ) -> Ticket:
+        self._check_process()
+        indices = (device_indices, host_indices)
+        self._check_indices(indices)
+        if self._runtime.is_capturing():
+            raise RuntimeError(
+                f"[TransferEngine] a {direction} can't be captured. Capture transfer_kv itself, or "
+                "torch.ops.hicache.wait_layer for loads that run beside the graph."
+            )
+        if layers is None:
+            groups = [self._pair.all_layers()]
+        else:
+            groups = self._pair.groups(layers, len(device_indices), self._group_bytes)
+        nbytes = len(device_indices) * sum(group.entry_bytes for group in groups)
+        slots = [_known_slots(of_pool) for of_pool in indices]
+        self._hold(slots)
+        try:
+            self._in_flight.reserve(direction, nbytes)
+        except BaseException:
+            self._release(slots)
+            raise
+        try:
+            # The caller may overwrite its indices at once: copies, made in the order of its own stream.
+            kept = (device_indices.clone(), host_indices.clone())
+            errors = ErrorScope(self._on_device if None in slots else None)
+            ticket = Ticket(direction, groups, kept, self._runtime, errors)
+            ticket._on_finish = partial(self._finish, slots)
+        except BaseException:
+            self._in_flight.remove(direction, nbytes)
+            self._release(slots)
+            raise
+        with self._submitting:
+            self._send(ticket, slots)
+        if ticket.error is not None and not isinstance(ticket.error, Exception):
+            raise ticket.error  # an interrupt of this thread is no matter of the ticket alone
+        return ticket
+
+    def _send(self, ticket: Ticket, slots: Sequence[Tensor | None]) -> None:
+        """Submit. Whatever fails on the way, what was submitted has an event and a watcher at the end."""
+        stream = self._streams[ticket.direction]
+        ticket.number = next(self._numbers)
+        events = ticket._events
+        try:
+            stream.wait_event(self._runtime.record_current())
+            for other, number in self._hazards.conflicts(ticket.direction, slots).items():
+                earlier = self._in_flight.ticket(other, number)
+                if earlier is not None:
+                    stream.wait_event(earlier._events[-1])
+            for position, group in enumerate(ticket._groups):
+                stream.run(partial(ticket._move, position))
+                events.append(stream.record())
+                self._record_layers(ticket.direction, group.layers)
+        except BaseException as error:
+            ticket._fail(len(events), error)
+        try:
+            while len(events) < len(ticket._groups):
+                events.append(stream.record())
+            self._hazards.add(ticket.direction, slots, ticket.number)
+            self._in_flight.add(ticket)
+            stream.when_done(events[-1], ticket._finish)
+        except BaseException as error:  # the device has failed: there is nothing to wait for
+            ticket._finish(error)
+            raise
+
+    def _finish(self, slots: Sequence[Tensor | None], ticket: Ticket) -> None:
+        try:
+            self._release(slots)
+        finally:
+            if ticket.direction == "load" and ticket.error is not None and not ticket.cancelled:
+                self._untold.append(ticket)
+            self._in_flight.remove(ticket.direction, ticket.nbytes, ticket)
+
+    def _check_indices(self, indices: Sequence[Tensor]) -> None:
+        sizes = (self._pair.device_size, self._pair.host_size)
+        names = ("device_indices", "host_indices")
+        devices = {"cpu", str(self._pair.device_pool.device)}
+        for of_pool, name in zip(indices, names, strict=True):
+            if of_pool.dtype not in (torch.int32, torch.int64) or of_pool.dim() != 1:
+                raise ValueError(
+                    f"[TransferEngine] {name} must be 1-D, int32 or int64, got {list(of_pool.shape)} of "
+                    f"{str(of_pool.dtype).removeprefix('torch.')}."
+                )
+            if str(of_pool.device) not in devices:
+                raise ValueError(
+                    f"[TransferEngine] {name} must be on {' or '.join(sorted(devices))}, got "
+                    f"{of_pool.device}."
+                )
+        if len(indices[0]) != len(indices[1]):
+            raise ValueError(
+                "[TransferEngine] device_indices and host_indices must have the same length, got "
+                f"{len(indices[0])} and {len(indices[1])}."
+            )
+        for of_pool, name, size in zip(indices, names, sizes, strict=True):
+            if of_pool.device.type != "cpu" or not len(of_pool):
+                continue
+            lowest, highest = (int(value) for value in of_pool.aminmax())
+            if lowest < -1 or highest >= size:
+                position = int(((of_pool < -1) | (of_pool >= size)).nonzero()[0])
+                raise IndexError(
+                    f"[TransferEngine] {name} must be {self._pair.unit}s from 0 to {size - 1:,} or -1, "
+                    f"got {int(of_pool[position]):,} at position {position:,}."
+                )
+
+    def _hold(self, slots: Sequence[Tensor | None]) -> None:
+        held: list[Tensor | None] = []
+        try:
+            for pool, of_pool in zip(self._pair.pools, slots, strict=True):
+                if of_pool is not None:
+                    pool.hold(of_pool, unit=self._pair.unit)
+                held.append(of_pool)
+        except BaseException:
+            self._release(held)
+            raise
+
+    def _release(self, slots: Sequence[Tensor | None]) -> None:
+        for pool, of_pool in zip(self._pair.pools, slots, strict=False):
+            if of_pool is not None:
+                pool.release(of_pool, unit=self._pair.unit)
+
+    # --- torch.ops.hicache.wait_layer -----------------------------------------------------------
+
+    def _wait_layer(self, layer: int) -> None:
+        """Let the caller's current stream wait for the newest load of a layer; see layer_wait.py."""
+        self._check_process()
+        if layer not in self._pair.layers:
+            raise ValueError(
+                f"[wait_layer] layer must be one of the engine's, {list(self._pair.layers)}, got {layer}."
+            )
+        if self._runtime.is_capturing():
+            self._layer_event(layer).current_wait()
+            return
+        loads = [ticket for ticket in self._in_flight.newest_first("load") if ticket._has(layer)]
+        if loads:  # one stream: the older ones come first
+            self._runtime.current_wait(loads[0]._event_of(layer))
+        for ticket in (*loads, *self._untold.copy()):
+            error = ticket._untold_error_of(layer)
+            if error is not None:
+                raise error
+
+    def _layer_event(self, layer: int) -> LayerEvent:
+        with self._submitting:
+            event = self._layer_events.get(layer)
+            if event is None:
+                event = self._runtime.new_layer_event()
+                if event is None:
+                    raise RuntimeError(
+                        f"[wait_layer] a wait can't be captured on {self._pair.device_pool.device}: this "
+                        "torch has no external events there. Wait before the capture."
+                    )
+                # Behind all that was submitted. A wait for an event without a record would be no wait.
+                event.record(self._streams["load"])
+                self._layer_events[layer] = event
+        return event
+
+    def _record_layers(self, direction: str, layers: Sequence[int]) -> None:
+        """For graphs that have captured a wait; others cost nothing."""
+        if direction == "load" and self._layer_events:
+            for layer in layers:
+                if layer in self._layer_events:
+                    self._layer_events[layer].record(self._streams["load"])
+
+    # --- State ----------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """For "load" and "store" each: transfers, bytes (that have moved), busy_seconds (with a ticket in
+        flight, as the host saw it), gb_per_s (bytes in that time), queue_depth (calls that wait for
+        room), in_flight, in_flight_bytes, errors, cancelled. Counted since the engine was made.
+        """
+        self._check_process()
+        return self._in_flight.stats()
+
+    def close(self) -> None:
+        """Take no more transfers and wait for those in flight; calls that wait for room raise. A second
+        call does nothing. In a child of the process that made the engine, it does nothing at all.
+        """
+        if os.getpid() != self._process:
+            return
+        self._in_flight.close()
+        for stream in self._streams.values():
+            stream.close()
+
+    def __enter__(self) -> "TransferEngine":
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_process(self) -> None:
+        check_process(self._process)
+
+
+def find_engine(handle: int) -> TransferEngine | None:
+    """The engine of a handle, while it is alive."""
+    return _engines.get(handle)
+
+
+def _known_slots(indices: Tensor) -> Tensor | None:
+    """Without the entries of -1; None where the host can't read them."""
+    if indices.device.type != "cpu":
+        return None
+    return indices[indices >= 0].to(torch.int64)
+
+
+@atexit.register
+def _close_engines() -> None:
+    """Before the interpreter goes: a thread inside a transfer must not outlive it."""
+    for engine in list(_engines.values()):
+        with contextlib.suppress(Exception):
+            engine.close()

@@ -1,0 +1,320 @@
+"""Streams and events behind one small interface: one engine serves every accelerator, the CPU and tests.
+
+An accelerator's stream takes work at once and runs it later. The CPU has no streams: there each is a
+thread that runs its work in order, and the caller's "current stream" is the calling thread itself.
+"""
+
+import ctypes
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+Command = Callable[[], None]
+WhenDone = Callable[[BaseException | None], None]
+
+
+class Event(Protocol):
+    """A point in a stream's work, recorded once."""
+
+    def query(self) -> bool:
+        """Whether the work before it has finished; never blocks."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block the calling thread, without the interpreter lock; False after `timeout` seconds."""
+
+
+class Stream(Protocol):
+    """Work that runs in the order in which it was given."""
+
+    def wait_event(self, event: Any) -> None:
+        """Let all later work of this stream wait for the event, without blocking the caller."""
+
+    def run(self, work: Command) -> None:
+        """Submit `work`: called at once with this stream as the current one, or later by its thread."""
+
+    def record(self) -> Any:
+        """An event behind all work so far."""
+
+    def when_done(self, event: Any, callback: WhenDone) -> None:
+        """Call back from a thread of this stream after the event, with the device's failure if any."""
+
+    def close(self) -> None:
+        """Stop the thread once its queue is empty, and wait for that. A second call does nothing."""
+
+
+class LayerEvent(Protocol):
+    """An event that is recorded again and again; a captured wait follows the newest record at replay."""
+
+    def record(self, stream: Any) -> None: ...
+
+    def current_wait(self) -> None: ...
+
+
+class Runtime(Protocol):
+    """Where streams and events come from."""
+
+    def new_stream(self, name: str) -> Any: ...
+
+    def record_current(self) -> Any:
+        """An event behind all work of the caller's current stream."""
+
+    def current_wait(self, event: Any) -> None:
+        """Let the caller's current stream wait for the event."""
+
+    def is_capturing(self) -> bool:
+        """Whether the caller's current stream is being captured."""
+
+    def new_layer_event(self) -> Any:
+        """A LayerEvent, or None where this device has none that can be captured."""
+
+
+def runtime_for(device: torch.device) -> "HostRuntime | DeviceRuntime":
+    return HostRuntime() if device.type == "cpu" else DeviceRuntime(device)
+
+
+class _Worker:
+    """A daemon thread that runs commands in order, and ends with its owner."""
+
+    def __init__(self, name: str) -> None:
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        # The thread knows the queue only, so that dropping the worker ends it.
+        weakref.finalize(self, self._commands.put, None).atexit = False
+        self._thread = threading.Thread(
+            target=_run_commands, args=(self._commands,), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def put(self, command: Command) -> None:
+        self._commands.put(command)
+
+    def close(self) -> None:
+        self._commands.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _run_commands(commands: "queue.SimpleQueue[Command | None]") -> None:
+    while True:
+        command = commands.get()
+        if command is None:
+            return
+        try:
+            command()
+        except BaseException:  # a fault of ours; without its thread an engine would hang
+            logging.getLogger("torch_hicache").exception("a command of an engine's thread failed")
+        del command  # what it holds (pools, indices) must not live on while the queue is empty
+
+
+# --- The CPU -------------------------------------------------------------------------------------
+
+
+class HostEvent:
+    """Set by a HostStream's thread."""
+
+    def __init__(self, *, is_set: bool = False) -> None:
+        self._flag = threading.Event()
+        if is_set:
+            self._flag.set()
+
+    def set(self) -> None:
+        self._flag.set()
+
+    def query(self) -> bool:
+        return self._flag.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._flag.wait(timeout)
+
+
+class HostStream:
+    """A thread with a queue. The transfer releases the interpreter lock while it copies."""
+
+    def __init__(self, name: str) -> None:
+        self._worker = _Worker(name)
+
+    def wait_event(self, event: HostEvent) -> None:
+        if not event.query():
+            self._worker.put(lambda: _ignore(event.wait()))
+
+    def run(self, work: Command) -> None:
+        self._worker.put(work)
+
+    def record(self) -> HostEvent:
+        event = HostEvent()
+        self._worker.put(event.set)
+        return event
+
+    def when_done(self, event: HostEvent, callback: WhenDone) -> None:
+        self._worker.put(lambda: callback(None))
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def _ignore(_value: object) -> None:
+    pass
+
+
+class HostRuntime:
+    """The calling thread is the current stream: its work is done when a call is reached, and a wait
+    blocks it."""
+
+    def new_stream(self, name: str) -> HostStream:
+        return HostStream(name)
+
+    def record_current(self) -> HostEvent:
+        return HostEvent(is_set=True)
+
+    def current_wait(self, event: HostEvent) -> None:
+        event.wait()
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def new_layer_event(self) -> None:
+        return None
+
+
+# --- Accelerators --------------------------------------------------------------------------------
+
+# A wait looks at its event this often: an eighth of the time waited so far, between these bounds.
+# Event.synchronize would burn a core on CUDA, and takes no timeout.
+_SHORTEST_SLEEP = 20e-6
+_LONGEST_SLEEP = 1e-3
+
+
+@cache
+def _exchange_capture_mode(device_type: str) -> Callable[[Any], int] | None:
+    """The driver's switch of the calling thread's capture mode, where it is known."""
+    names = {
+        "cuda": ("libcuda.so.1", "cuThreadExchangeStreamCaptureMode"),
+        "hip": (None, "hipThreadExchangeStreamCaptureMode"),
+    }
+    kind = "hip" if torch.version.hip is not None else device_type
+    if kind not in names:
+        return None
+    library, symbol = names[kind]
+    try:
+        return getattr(ctypes.CDLL(library), symbol)
+    except (OSError, AttributeError):
+        return None
+
+
+class DeviceEvent:
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.Event(device)
+        self._exchange = _exchange_capture_mode(device.type)
+
+    def query(self) -> bool:
+        if self._exchange is None:
+            return bool(self.event.query())
+        # A query breaks captures of other threads unless this thread says that it is no part of them.
+        mode = ctypes.c_int(2)  # relaxed
+        self._exchange(ctypes.byref(mode))
+        try:
+            return bool(self.event.query())
+        finally:
+            self._exchange(ctypes.byref(mode))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        start = time.monotonic()
+        while not self.query():
+            elapsed = time.monotonic() - start
+            pause = min(max(elapsed / 8, _SHORTEST_SLEEP), _LONGEST_SLEEP)
+            if timeout is not None:
+                if elapsed >= timeout:
+                    return False
+                pause = min(pause, timeout - elapsed)
+            time.sleep(pause)
+        return True
+
+
+class DeviceStream:
+    """A stream of the accelerator, and a thread that waits for its events."""
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self._device = device
+        try:
+            self.stream = torch.Stream(device, priority=-1)
+        except (RuntimeError, TypeError):  # a device without priorities
+            self.stream = torch.Stream(device)
+        self._worker = _Worker(name)
+
+    def wait_event(self, event: DeviceEvent) -> None:
+        self.stream.wait_event(event.event)
+
+    def run(self, work: Command) -> None:
+        with self.stream:  # makes its device the current one too
+            work()
+
+    def record(self) -> DeviceEvent:
+        event = DeviceEvent(self._device)
+        event.event.record(self.stream)
+        return event
+
+    def when_done(self, event: DeviceEvent, callback: WhenDone) -> None:
+        def watch() -> None:
+            failure = None
+            try:
+                event.wait()
+            except RuntimeError as error:  # the device has failed: nothing runs on it any more
+                failure = error
+            callback(failure)
+
+        self._worker.put(watch)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class _ExternalEvent:
+    """A CUDA event whose waits are captured as such, not as an order between captured streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event(external=True)
+
+    def record(self, stream: DeviceStream) -> None:
+        with stream.stream:  # torch asks the current stream whether it is captured: this one never is
+            self._event.record()
+
+    def current_wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class DeviceRuntime:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def new_stream(self, name: str) -> DeviceStream:
+        return DeviceStream(self.device, name)
+
+    def record_current(self) -> DeviceEvent:
+        event = DeviceEvent(self.device)
+        event.event.record(torch.accelerator.current_stream(self.device))
+        return event
+
+    def current_wait(self, event: DeviceEvent) -> None:
+        torch.accelerator.current_stream(self.device).wait_event(event.event)
+
+    def is_capturing(self) -> bool:
+        stream = torch.accelerator.current_stream(self.device)
+        if hasattr(stream, "is_capturing"):
+            return bool(stream.is_capturing())
+        module = torch.get_device_module(self.device)
+        return bool(getattr(module, "is_current_stream_capturing", lambda: False)())
+
+    def new_layer_event(self) -> _ExternalEvent | None:
+        if self.device.type != "cuda":
+            return None
+        try:
+            return _ExternalEvent(self.device)
+        except TypeError:  # a torch without external events
+            return None
