@@ -65,7 +65,7 @@ class Model:
         self, dst: str, dst_slots: Tensor, src: str, src_slots: Tensor, layers: Sequence[int] | None
     ) -> None:
         to, source = testing.entries_that_move(dst_slots, src_slots)
-        for layer in layers or self.pools[dst].layer_ids:
+        for layer in layers or self.rows[dst]:
             for d, s in zip(self.rows[dst][layer], self.rows[src][layer], strict=True):
                 d[to] = s[source]
 
