@@ -49,7 +49,7 @@ test: build
 test-torch: wheel
 	test -d $(OTHER) || $(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/python -m pip install --quiet torch==$(TORCH) \
-	  $$(grep -E '^(numpy|rich|matplotlib|pytest|expecttest|hypothesis)==' requirements.txt)
+	  $$(grep -E '^(numpy|rich|matplotlib|prometheus-client|pytest|expecttest|hypothesis)==' requirements.txt)
 	$(OTHER)/bin/python -m pip install --quiet --no-deps --force-reinstall dist/torch_hicache-*.whl
 	cmp $(LIBRARY) $$($(OTHER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/$(LIBRARY)
 	cd test && ../$(OTHER)/bin/pytest -c ../pyproject.toml --rootdir=.. .

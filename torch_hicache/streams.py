@@ -213,11 +213,10 @@ class DeviceEvent:
         self._exchange = _exchange_capture_mode(device.type)
 
     def query(self) -> bool:
-        if self._exchange is None:
-            return bool(self.event.query())
         # A query breaks captures of other threads unless this thread says that it is no part of them.
         mode = ctypes.c_int(2)  # relaxed
-        self._exchange(ctypes.byref(mode))
+        if self._exchange is None or self._exchange(ctypes.byref(mode)):
+            return bool(self.event.query())
         try:
             return bool(self.event.query())
         finally:
