@@ -3,6 +3,8 @@
 import re
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -548,3 +550,19 @@ def test_stats_count_what_has_moved(gated: tuple) -> None:
     for of_direction in stats.values():
         rate = of_direction["bytes"] / of_direction["busy_seconds"] / 1e9
         assert of_direction["gb_per_s"] == pytest.approx(rate)
+
+
+def test_the_examples_of_the_documentation() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "design.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text[text.index("## Engine") :], re.DOTALL)
+    assert len(blocks) == 2
+    names: dict[str, Any] = {}
+    exec(blocks[0], names)
+    for plane in names["device_pool"].planes():
+        plane[names["device_slots"]] = 1
+    names["stored"].wait()
+    for plane in names["host_pool"].planes():
+        plane[names["host_slots"]] = 2
+    exec(blocks[1], names)
+    assert int(names["total"]) == 4 * 64 * 8 * 128 * 4
+    assert names["engine"].stats()["load"]["transfers"] == 1

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ class Machine:
         self.idle.set()
         self.failure: str = ""
         self.current = "compute"
+        self.guarded = threading.local()  # the current device is the engine's
 
 
 class StandInStream:
@@ -60,6 +62,7 @@ class StandInEvent:
         self.machine.log.append(f"{stream.name} records")
 
     def query(self) -> bool:
+        assert self.machine.guarded.active, "threads begin with device 0 as the current one"
         if self.machine.failure:
             raise RuntimeError(self.machine.failure)
         return self.machine.idle.is_set()
@@ -74,6 +77,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         assert (device, priority) == (DEVICE, -1)
         return StandInStream(machine, next(names))
 
+    @contextmanager
+    def device_index(index: int) -> Iterator[None]:
+        assert index == DEVICE.index
+        machine.guarded.active = True
+        try:
+            yield
+        finally:
+            machine.guarded.active = False
+
+    monkeypatch.setattr(torch.accelerator, "device_index", device_index)
     monkeypatch.setattr(torch, "Stream", make_stream)
     monkeypatch.setattr(torch, "Event", lambda device: StandInEvent(machine))
     monkeypatch.setattr(
@@ -159,7 +172,6 @@ def test_a_device_that_fails_fails_its_tickets(machine: Machine) -> None:
             with pytest.raises(RuntimeError, match="device-side assert"):
                 ticket.wait_layer(LAYERS[0])
         assert [s["in_flight"] for s in engine.stats().values()] == [0, 0]
-        machine.failure = ""
 
 
 def test_an_interrupt_of_the_submitting_thread_reaches_it(

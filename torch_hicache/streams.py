@@ -210,9 +210,15 @@ def _exchange_capture_mode(device_type: str) -> Callable[[Any], int] | None:
 class DeviceEvent:
     def __init__(self, device: torch.device) -> None:
         self.event = torch.Event(device)
+        self._device_index = device.index
         self._exchange = _exchange_capture_mode(device.type)
 
     def query(self) -> bool:
+        # A new thread's current device is device 0, where a question would create a context.
+        with torch.accelerator.device_index(self._device_index):
+            return self._query()
+
+    def _query(self) -> bool:
         # A query breaks captures of other threads unless this thread says that it is no part of them.
         mode = ctypes.c_int(2)  # relaxed
         if self._exchange is None or self._exchange(ctypes.byref(mode)):
