@@ -168,6 +168,20 @@ def test_dropping_an_engine_ends_its_threads_and_frees_its_pools() -> None:
     ticket.wait()
 
 
+def test_a_finished_ticket_is_kept_by_nobody() -> None:
+    with TransferEngine(*make_pools()) as engine:
+        tickets = [engine.load(H, D, layers="all"), engine.store(D, H)]
+        for ticket in tickets:
+            ticket.wait()
+        gone = [weakref.ref(ticket) for ticket in tickets]
+        del ticket, tickets
+        for _ in range(500):
+            if not any(ref() for ref in gone):
+                break
+            time.sleep(0.01)
+        assert [ref() for ref in gone] == [None, None]
+
+
 def test_dropping_everything_with_work_pending() -> None:
     """What is in flight keeps the engine and the pools until it has finished."""
     runtime = GatedRuntime()

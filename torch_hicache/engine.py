@@ -28,7 +28,7 @@ from torch_hicache.error_scope import ErrorScope
 from torch_hicache.hazards import Hazards
 from torch_hicache.in_flight import DIRECTIONS, InFlight
 from torch_hicache.pool import DevicePool, HostPool
-from torch_hicache.pool_pair import PoolPair
+from torch_hicache.pool_pair import PoolPair, Slots
 from torch_hicache.streams import LayerEvent, Runtime, runtime_for
 from torch_hicache.ticket import Ticket, check_process
 
@@ -143,8 +143,6 @@ class TransferEngine:
         layers: Sequence[int] | str | None,
     ) -> Ticket:
         self._check_process()
-        indices = (device_indices, host_indices)
-        self._check_indices(indices)
         if self._runtime.is_capturing():
             raise RuntimeError(
                 f"[TransferEngine] a {direction} can't be captured. Capture transfer_kv itself, or "
@@ -154,23 +152,22 @@ class TransferEngine:
             groups = [self._pair.all_layers()]
         else:
             groups = self._pair.groups(layers, len(device_indices), self._group_bytes)
-        nbytes = len(device_indices) * sum(group.entry_bytes for group in groups)
-        slots = [_known_slots(of_pool) for of_pool in indices]
-        self._hold(slots)
+        indices, slots = self._pair.read_indices(device_indices, host_indices)
+        nbytes = len(indices[0]) * sum(group.entry_bytes for group in groups)
+        self._pair.hold(slots)
         try:
             self._in_flight.reserve(direction, nbytes)
         except BaseException:
-            self._release(slots)
+            self._pair.release(slots)
             raise
         try:
-            # The caller may overwrite its indices at once: copies, made in the order of its own stream.
-            kept = (device_indices.clone(), host_indices.clone())
-            errors = ErrorScope(self._on_device if None in slots else None)
-            ticket = Ticket(direction, groups, kept, self._runtime, errors)
+            host_reads_all = all(of_pool is not None for of_pool in slots)
+            errors = ErrorScope(None if host_reads_all else self._on_device)
+            ticket = Ticket(direction, groups, indices, self._runtime, errors)
             ticket._on_finish = partial(self._finish, slots)
         except BaseException:
             self._in_flight.remove(direction, nbytes)
-            self._release(slots)
+            self._pair.release(slots)
             raise
         with self._submitting:
             self._send(ticket, slots)
@@ -178,7 +175,7 @@ class TransferEngine:
             raise ticket.error  # an interrupt of this thread is no matter of the ticket alone
         return ticket
 
-    def _send(self, ticket: Ticket, slots: Sequence[Tensor | None]) -> None:
+    def _send(self, ticket: Ticket, slots: Slots) -> None:
         """Submit. Whatever fails on the way, what was submitted has an event and a watcher at the end."""
         stream = self._streams[ticket.direction]
         ticket.number = next(self._numbers)
@@ -205,60 +202,13 @@ class TransferEngine:
             ticket._finish(error)
             raise
 
-    def _finish(self, slots: Sequence[Tensor | None], ticket: Ticket) -> None:
+    def _finish(self, slots: Slots, ticket: Ticket) -> None:
         try:
-            self._release(slots)
+            self._pair.release(slots)
         finally:
             if ticket.direction == "load" and ticket.error is not None and not ticket.cancelled:
                 self._untold.append(ticket)
             self._in_flight.remove(ticket.direction, ticket.nbytes, ticket)
-
-    def _check_indices(self, indices: Sequence[Tensor]) -> None:
-        sizes = (self._pair.device_size, self._pair.host_size)
-        names = ("device_indices", "host_indices")
-        devices = {"cpu", str(self._pair.device_pool.device)}
-        for of_pool, name in zip(indices, names, strict=True):
-            if of_pool.dtype not in (torch.int32, torch.int64) or of_pool.dim() != 1:
-                raise ValueError(
-                    f"[TransferEngine] {name} must be 1-D, int32 or int64, got {list(of_pool.shape)} of "
-                    f"{str(of_pool.dtype).removeprefix('torch.')}."
-                )
-            if str(of_pool.device) not in devices:
-                raise ValueError(
-                    f"[TransferEngine] {name} must be on {' or '.join(sorted(devices))}, got "
-                    f"{of_pool.device}."
-                )
-        if len(indices[0]) != len(indices[1]):
-            raise ValueError(
-                "[TransferEngine] device_indices and host_indices must have the same length, got "
-                f"{len(indices[0])} and {len(indices[1])}."
-            )
-        for of_pool, name, size in zip(indices, names, sizes, strict=True):
-            if of_pool.device.type != "cpu" or not len(of_pool):
-                continue
-            lowest, highest = (int(value) for value in of_pool.aminmax())
-            if lowest < -1 or highest >= size:
-                position = int(((of_pool < -1) | (of_pool >= size)).nonzero()[0])
-                raise IndexError(
-                    f"[TransferEngine] {name} must be {self._pair.unit}s from 0 to {size - 1:,} or -1, "
-                    f"got {int(of_pool[position]):,} at position {position:,}."
-                )
-
-    def _hold(self, slots: Sequence[Tensor | None]) -> None:
-        held: list[Tensor | None] = []
-        try:
-            for pool, of_pool in zip(self._pair.pools, slots, strict=True):
-                if of_pool is not None:
-                    pool.hold(of_pool, unit=self._pair.unit)
-                held.append(of_pool)
-        except BaseException:
-            self._release(held)
-            raise
-
-    def _release(self, slots: Sequence[Tensor | None]) -> None:
-        for pool, of_pool in zip(self._pair.pools, slots, strict=False):
-            if of_pool is not None:
-                pool.release(of_pool, unit=self._pair.unit)
 
     # --- torch.ops.hicache.wait_layer -----------------------------------------------------------
 
@@ -340,13 +290,6 @@ class TransferEngine:
 def find_engine(handle: int) -> TransferEngine | None:
     """The engine of a handle, while it is alive."""
     return _engines.get(handle)
-
-
-def _known_slots(indices: Tensor) -> Tensor | None:
-    """Without the entries of -1; None where the host can't read them."""
-    if indices.device.type != "cpu":
-        return None
-    return indices[indices >= 0].to(torch.int64)
 
 
 @atexit.register

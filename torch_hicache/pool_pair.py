@@ -1,4 +1,4 @@
-"""The views of a device pool and a host pool that one transfer of some layers takes."""
+"""What an engine knows of its two pools: views for some layers, checked indices, holds on slots."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +10,9 @@ from torch_hicache.pool import DevicePool, HostPool
 
 # Views are made once for each choice of layers; an engine uses a few choices again and again.
 _MAX_GROUPS = 1024
+
+# Of the device pool, of the host pool: slots (or pages) without -1; None where the host can't read them.
+Slots = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,44 @@ class PoolPair:
         ):
             torch.ops.hicache.transfer_kv(dst, src, nothing, nothing, slot_dim=everything.slot_dim)
 
+    def read_indices(
+        self, device_indices: Tensor, host_indices: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], Slots]:
+        """Copies of both, since the caller may overwrite its own at once, and what the host knows.
+
+        Indices on the device are copied in the order of the caller's stream.
+
+        Raises:
+            ValueError, IndexError: indices that no transfer can take.
+        """
+        self._check_form(device_indices, "device_indices")
+        self._check_form(host_indices, "host_indices")
+        if len(device_indices) != len(host_indices):
+            raise ValueError(
+                "[TransferEngine] device_indices and host_indices must have the same length, got "
+                f"{len(device_indices)} and {len(host_indices)}."
+            )
+        copies = device_indices.to(torch.int64, copy=True), host_indices.to(torch.int64, copy=True)
+        return copies, (
+            self._read(copies[0], "device_indices", self.device_size),
+            self._read(copies[1], "host_indices", self.host_size),
+        )
+
+    def hold(self, slots: Slots) -> None:
+        """In both pools, or in none."""
+        device_slots, host_slots = slots
+        self._hold(self.device_pool, device_slots)
+        try:
+            self._hold(self.host_pool, host_slots)
+        except BaseException:
+            self.release((device_slots, None))
+            raise
+
+    def release(self, slots: Slots) -> None:
+        for pool, of_pool in zip(self.pools, slots, strict=True):
+            if of_pool is not None:
+                pool.release(of_pool, unit=self.unit)
+
     def all_layers(self) -> LayerGroup:
         return self._group(self.layers)
 
@@ -92,6 +133,36 @@ class PoolPair:
             merged[-1].append(layer)
             size += self._layer_bytes[self._position[layer]] * num_entries
         return [self._group(tuple(group)) for group in merged]
+
+    def _hold(self, pool: DevicePool | HostPool, of_pool: Tensor | None) -> None:
+        if of_pool is not None:
+            pool.hold(of_pool, unit=self.unit)
+
+    def _check_form(self, indices: Tensor, name: str) -> None:
+        if indices.dtype not in (torch.int32, torch.int64) or indices.dim() != 1:
+            raise ValueError(
+                f"[TransferEngine] {name} must be 1-D, int32 or int64, got {list(indices.shape)} of "
+                f"{str(indices.dtype).removeprefix('torch.')}."
+            )
+        device = self.device_pool.device
+        if indices.device.type != "cpu" and indices.device != device:
+            where = "cpu" if device.type == "cpu" else f"cpu or {device}"
+            raise ValueError(f"[TransferEngine] {name} must be on {where}, got {indices.device}.")
+
+    def _read(self, indices: Tensor, name: str, size: int) -> Tensor | None:
+        """The slots without entries of -1."""
+        if indices.device.type != "cpu":
+            return None
+        if not len(indices):
+            return indices
+        lowest, highest = (int(value) for value in indices.aminmax())
+        if lowest < -1 or highest >= size:
+            position = int(((indices < -1) | (indices >= size)).nonzero()[0])
+            raise IndexError(
+                f"[TransferEngine] {name} must be {self.unit}s from 0 to {size - 1:,} or -1, got "
+                f"{int(indices[position]):,} at position {position:,}."
+            )
+        return indices if lowest >= 0 else indices[indices >= 0]
 
     def _entry_bytes(self, layer: int) -> int:
         return sum(plane[:1].nbytes for plane in self.device_pool.planes(layer, self.unit))
