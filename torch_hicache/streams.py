@@ -11,12 +11,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
 
-Command = Callable[[], None]
+Command = Callable[[], object]
 WhenDone = Callable[[BaseException | None], None]
 
 
@@ -141,7 +141,7 @@ class HostStream:
 
     def wait_event(self, event: HostEvent) -> None:
         if not event.query():
-            self._worker.put(lambda: _ignore(event.wait()))
+            self._worker.put(event.wait)
 
     def run(self, work: Command) -> None:
         self._worker.put(work)
@@ -152,14 +152,10 @@ class HostStream:
         return event
 
     def when_done(self, event: HostEvent, callback: WhenDone) -> None:
-        self._worker.put(lambda: callback(None))
+        self._worker.put(partial(callback, None))
 
     def close(self) -> None:
         self._worker.close()
-
-
-def _ignore(_value: object) -> None:
-    pass
 
 
 class HostRuntime:
