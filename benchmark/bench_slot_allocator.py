@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -133,8 +133,14 @@ def block_sizes(request: Request, page_size: int) -> dict[int, int]:
 
 
 def serve(
-    requests: Sequence[Request], name: str, page_size: int, device_slots: int, host_slots: int
+    requests: Sequence[Request],
+    name: str,
+    page_size: int,
+    device_slots: int,
+    host_slots: int,
+    observe: Callable[[str, int, Tensor], None] = lambda _what, _part, _slots: None,
 ) -> dict[str, object]:
+    """Play the history; `observe` is told the host slots of each "store" and "load"."""
     device = Tier(new_slots(name, device_slots, page_size))
     host = Tier(new_slots(name, host_slots, page_size))
     stores, loads = Runs(), Runs()
@@ -150,9 +156,13 @@ def serve(
         unsaved = {b: evicted[b] for b in reversed(evicted) if b not in host.blocks}
         host.evict(sum(unsaved.values()), keep)
         if unsaved and sum(unsaved.values()) <= host.slots.available:
-            stores.count(part, host.add(unsaved))
+            stored = host.add(unsaved)
+            stores.count(part, stored)
+            observe("store", part, stored)
         if found := [block for block in missing if block in host.blocks]:
-            loads.count(part, torch.cat([host.blocks[block] for block in found]))
+            loaded = torch.cat([host.blocks[block] for block in found])
+            loads.count(part, loaded)
+            observe("load", part, loaded)
         if missing:
             device.add(missing)
         for block in reversed(sizes):  # the last block of a prefix is to go first
