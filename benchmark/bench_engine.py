@@ -27,14 +27,14 @@ Results = list[dict[str, object]]
 
 
 def latest_transfers(requests: Sequence[Request], wanted: int) -> dict[str, list[Tensor]]:
-    """Host slots of the last loads and stores of the history, of up to `wanted` slots each way together."""
+    """Host slots of the last loads and stores of the history, up to `wanted` slots each way."""
     seen: dict[str, list[Tensor]] = {"load": [], "store": []}
 
     def observe(what: str, part: int, slots: Tensor) -> None:
         if part == PARTS - 1 and len(slots) <= DEVICE_SLOTS:
             seen[what].append(slots)
 
-    serve(requests, "runs", 1, 256 << 10, HOST_SLOTS, observe)
+    serve(requests, "runs", 1, 256 << 10, HOST_SLOTS, observe=observe)
     for what, transfers in seen.items():
         total = 0
         for first in range(len(transfers) - 1, -1, -1):
@@ -78,10 +78,11 @@ def bench_history(link: dict[str, float], requests: Sequence[Request]) -> Result
                 nbytes = sum(map(len, transfers)) * host.bytes_per_slot
                 rate = nbytes / median(times) / 1e9
                 runs = sum(1 + int((slots.diff() != 1).sum()) for slots in transfers)
+                size = f"{row_bytes} B x {layers} layers, {host.nbytes / GIB:.0f} GiB"
                 results.append(
                     {
                         "section": "history",
-                        "case": f"{row_bytes} B x {layers} layers, {host.nbytes / GIB:.0f} GiB, {plan.method}",
+                        "case": f"{size}, {plan.method}",
                         "direction": direction,
                         "mean_run": sum(map(len, transfers)) / runs,
                         "gbps": rate,

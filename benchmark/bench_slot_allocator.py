@@ -138,6 +138,7 @@ def serve(
     page_size: int,
     device_slots: int,
     host_slots: int,
+    *,
     observe: Callable[[str, int, Tensor], None] = lambda _what, _part, _slots: None,
 ) -> dict[str, object]:
     """Play the history; `observe` is told the host slots of each "store" and "load"."""
