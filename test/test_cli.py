@@ -445,19 +445,3 @@ def test_info_survives_a_tool_that_fails(tmp_path: Path, monkeypatch: pytest.Mon
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert info.cuda_devices() == []
-
-
-def test_the_room_of_a_cgroup_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {
-        "/proc/meminfo": ["MemTotal: 100 kB", "MemAvailable: 90 kB"],
-        "/proc/self/cgroup": ["0::/slice/job"],
-        "/sys/fs/cgroup/slice/job/memory.max": ["max"],
-        "/sys/fs/cgroup/slice/job/memory.current": ["30000"],
-        "/sys/fs/cgroup/slice/memory.max": ["50000"],
-        "/sys/fs/cgroup/slice/memory.current": ["40000"],
-        "/sys/fs/cgroup/slice/memory.stat": ["anon 7", "inactive_file 1000"],
-    }
-    monkeypatch.setattr(info, "_lines", lambda path: files.get(str(path), []))
-    assert info.available_memory() == 11_000
-    files["/sys/fs/cgroup/slice/memory.max"] = ["max"]
-    assert info.available_memory() == 90 << 10

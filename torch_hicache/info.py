@@ -3,7 +3,6 @@
 Everything is asked without starting a device: torch's flags, the driver's own tool, /proc.
 """
 
-import os
 import platform
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ import torch
 
 import torch_hicache
 from torch_hicache._backends import Backend
+from torch_hicache.memory_budget import available_memory
 
 _CUDA_FIELDS = {  # what nvidia-smi calls it -> what we call it
     "name": "name",
@@ -148,39 +148,3 @@ def cpu_name() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def available_memory() -> int:
-    """Bytes of host memory that this process may still take: of the machine and of its cgroups."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) << 10
-    return min([free, *_cgroup_rooms()])
-
-
-def _cgroup_rooms() -> list[int]:
-    """Bytes left in each cgroup (version 2) that this process is in; page cache counts as free."""
-    rooms = []
-    for line in _lines(Path("/proc/self/cgroup")):
-        if not line.startswith("0::"):
-            continue
-        group = Path("/sys/fs/cgroup") / line[3:].lstrip("/")
-        for folder in (group, *group.parents):
-            limit = "".join(_lines(folder / "memory.max"))
-            used = "".join(_lines(folder / "memory.current"))
-            if limit.isdigit() and used.isdigit():
-                cache = [
-                    int(entry.split()[1])
-                    for entry in _lines(folder / "memory.stat")
-                    if entry.startswith("inactive_file ")
-                ]
-                rooms.append(max(0, int(limit) - int(used) + sum(cache)))
-    return rooms
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_hicache.info import available_memory
+from torch_hicache.memory_budget import available_memory
 from torch_hicache.models import Model
 from torch_hicache.ops import check_errors, transfer_kv
 from torch_hicache.pool import DevicePool, HostPool
