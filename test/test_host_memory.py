@@ -1,6 +1,11 @@
-"""empty_host and device_view: what they give, refuse and keep alive. One suite for all kinds."""
+"""empty_host and device_view: what they give, refuse and keep alive. One suite for all kinds.
 
+Kinds that need a device also run on the CPU, with a runtime that is made up ("fake" devices).
+"""
+
+import copy
 import gc
+import pickle
 import re
 import subprocess
 import sys
@@ -9,18 +14,52 @@ import weakref
 
 import pytest
 import torch
+from fake_runtime import FakeRuntime
 
-from torch_hicache import device_view, empty_host, host_memory
+from torch_hicache import device_view, dlpack, empty_host, host_kinds
+from torch_hicache.host_kinds import HostMemory, HostMemoryKind, HostRequest, register_host_kind
 from torch_hicache.testing import check_transfer, fill_pool, storage_bytes
 
 KINDS = [
     pytest.param("cpu", "pageable", marks=pytest.mark.backend("cpu")),
     pytest.param("cpu", "auto", marks=pytest.mark.backend("cpu")),
+    pytest.param("cpu", "pinned", marks=pytest.mark.backend("cpu"), id="fake-pinned"),
+    pytest.param("cpu", "pinned_elsewhere", marks=pytest.mark.backend("cpu"), id="fake-alias"),
+    pytest.param("cpu", "own", marks=pytest.mark.backend("cpu"), id="fake-own"),
     pytest.param("cuda", "pageable", marks=pytest.mark.backend("cuda")),
     pytest.param("cuda", "pinned", marks=pytest.mark.backend("cuda")),
     pytest.param("cuda", "auto", marks=pytest.mark.backend("cuda")),
 ]
 every_kind = pytest.mark.parametrize(("device", "kind"), KINDS)
+
+
+class _PinnedElsewhere(host_kinds.PinnedKind):
+    """On a device whose addresses are not the host's."""
+
+    name = "pinned_elsewhere"
+
+
+class _Own(HostMemoryKind):
+    """As a backend would add one: memory that some library hands out."""
+
+    name = "own"
+
+    def allocate(self, request: HostRequest) -> HostMemory:
+        request.budget().check("empty_host", request.nbytes)
+        memory = torch.empty(request.nbytes, dtype=torch.uint8)
+        return HostMemory(memory.data_ptr(), request.nbytes, memory.set_)
+
+
+@pytest.fixture(autouse=True)
+def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeRuntime | None:
+    """The made-up runtime of a case that needs one."""
+    case = getattr(getattr(request.node, "callspec", None), "params", {})
+    kinds = {"pinned": "same", "pinned_elsewhere": "far", "own": "same"}
+    if case.get("device") != "cpu" or case.get("kind") not in kinds or "text" in case:
+        return None
+    for kind in (_PinnedElsewhere(), _Own()):
+        monkeypatch.setitem(host_kinds.KINDS, kind.name, kind)
+    return FakeRuntime(kinds[case["kind"]]).install(monkeypatch)
 
 
 @every_kind
@@ -105,6 +144,93 @@ def test_more_than_there_is_is_a_memory_error(device: str, kind: str, shape: tup
     assert empty_host((3,), torch.uint8, device, kind).shape == (3,)
 
 
+def _kernel_counts() -> dict[str, int]:
+    """Kilobytes that the kernel counts for this process."""
+    with open("/proc/self/status") as status:
+        lines = [line.split() for line in status if line.startswith(("VmLck", "VmPin", "VmSize"))]
+    return {line[0]: int(line[1]) for line in lines}
+
+
+@every_kind
+def test_fifty_times_allocated_and_released(device: str, kind: str, runtime: FakeRuntime | None) -> None:
+    """Nothing locked, registered or mapped is left over."""
+    if runtime:
+        runtime.locks = True
+    nbytes = 1 << 20
+
+    def cycle() -> dict[str, int]:
+        tensor = empty_host((nbytes,), torch.uint8, device, kind).fill_(1)
+        counts = _kernel_counts()
+        del tensor
+        return counts
+
+    during = [cycle() for _ in range(3)]
+    before = _kernel_counts()
+    during += [cycle() for _ in range(50)]
+    after = _kernel_counts()
+    assert (after["VmLck:"], after["VmPin:"]) == (before["VmLck:"], before["VmPin:"])
+    assert after["VmSize:"] - before["VmSize:"] < 10 * nbytes >> 10
+    if runtime and kind != "own":
+        assert runtime.log
+        assert not runtime.registered
+        assert during[-1]["VmLck:"] - after["VmLck:"] == nbytes >> 10
+
+
+@every_kind
+def test_copies_are_plain_memory(device: str, kind: str) -> None:
+    """Pickled and copied by value, as torch does with any tensor."""
+    tensor = empty_host((5, 7), torch.int16, device, kind)
+    fill_pool([tensor])
+    for twin in (pickle.loads(pickle.dumps(tensor)), copy.deepcopy(tensor), tensor.clone()):
+        assert torch.equal(twin, tensor)
+        assert twin.data_ptr() != tensor.data_ptr()
+        assert not twin.is_pinned()
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"), [param for param in KINDS if (param.id or "") in ("fake-pinned", "fake-alias")]
+)
+def test_memory_is_unregistered_with_its_last_view(device: str, kind: str, runtime: FakeRuntime) -> None:
+    tensor = empty_host((64, 8), torch.uint8, device, kind).fill_(5)
+    part = tensor[1:]
+    del tensor
+    gc.collect()
+    assert bool((part == 5).all())
+    assert runtime.verbs() == ["register"]
+    del part
+    gc.collect()
+    assert runtime.verbs() == ["register", "unregister"]
+
+
+@every_kind
+@pytest.mark.parametrize("shape", [(3, 0, 2), (0,)])
+def test_no_bytes_are_no_memory(
+    device: str, kind: str, shape: tuple[int, ...], runtime: FakeRuntime | None
+) -> None:
+    assert empty_host(shape, torch.uint8, device, kind).numel() == 0
+    assert not runtime or not runtime.log
+
+
+def test_a_kind_is_added_by_name_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_kinds, "KINDS", dict(host_kinds.KINDS))
+    register_host_kind(_Own())
+    assert empty_host((4,), torch.uint8, "cpu", "own").shape == (4,)
+    for name in ("own", "auto", "pinned"):
+        kind = _Own()
+        kind.name = name
+        with pytest.raises(ValueError, match=rf"^\[host_memory\] there is a kind '{name}' already\.$"):
+            register_host_kind(kind)
+
+
+def test_the_kind_added_last_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend's own memory goes before memory that its kernels can't reach."""
+    monkeypatch.setattr(host_kinds, "KINDS", dict(host_kinds.KINDS))
+    monkeypatch.setattr(_Own, "is_default_for", lambda self, device: device.type == "cuda")
+    register_host_kind(_Own())
+    assert host_kinds.choose_kind("auto", torch.device("cuda")).name == "own"
+    assert host_kinds.choose_kind("auto", torch.device("cpu")).name == "pageable"
+
+
 def test_device_view_on_the_cpu_is_the_tensor_itself() -> None:
     tensor = torch.ones(3)
     assert device_view(tensor, "cpu") is tensor
@@ -171,9 +297,9 @@ class TestPinned:
     def test_the_owner_lives_as_long_as_any_view(self) -> None:
         host = empty_host((64, 8), torch.uint8, "cuda").fill_(5)
         gc.collect()
-        known = len(host_memory._alive)
+        known = len(dlpack._alive)
         part = device_view(host, "cuda")[10:20].t()
-        assert len(host_memory._alive) == known + 1
+        assert len(dlpack._alive) == known + 1
         del host
         gc.collect()
         assert bool((part == 5).all())
@@ -181,7 +307,7 @@ class TestPinned:
         del part
         gc.collect()
         assert owner() is None
-        assert len(host_memory._alive) == known
+        assert len(dlpack._alive) == known
 
     def test_pools_of_pinned_memory_serve_the_cpu(self) -> None:
         """Both pools on the host: the CPU loop, with CPU indices."""

@@ -1,10 +1,15 @@
 """What of the host's memory a process may take: machine, cgroups, reserve, sibling ranks."""
 
+import errno
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
-from torch_hicache import memory_budget
+from torch_hicache import SharedHostMemory, empty_host, host_kinds, memory_budget
+from torch_hicache.host_mapping import HUGE_PAGE_BYTES, HostMapping
 from torch_hicache.memory_budget import available_memory, host_memory_budget, readable
 
 GIB = 1 << 30
@@ -123,3 +128,94 @@ def test_bad_arguments() -> None:
 )
 def test_sizes_are_readable(nbytes: int, text: str) -> None:
     assert readable(nbytes) == text
+
+
+class TestAllocation:
+    """empty_host asks before it allocates."""
+
+    @pytest.fixture(autouse=True)
+    def _nothing_is_mapped(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_args: object, **_options: object) -> None:
+            raise AssertionError("memory was mapped")
+
+        monkeypatch.setattr(host_kinds, "HostMapping", refuse)
+
+    def test_one_byte_more_than_there_is(self, machine: Machine) -> None:
+        """With what was asked, what is free and what the limit is."""
+        machine(4 * GIB, 3 * GIB)
+        options = {"local_ranks": 2, "reserve_bytes": GIB}
+        text = (
+            "[empty_host] asked for 1,073,741,825 bytes (1.00 GiB), free for this process are "
+            "1,073,741,824 bytes (1.00 GiB): the machine has a limit of 4,294,967,296 bytes (4.00 GiB) "
+            "with 3,221,225,472 bytes (3.00 GiB) left, less a reserve of 1,073,741,824 bytes (1.00 GiB), "
+            "shared by 2 local ranks."
+        )
+        with pytest.raises(MemoryError, match=f"^{re.escape(text)}$"):
+            empty_host((GIB + 1,), torch.uint8, "cpu", **options)
+        with pytest.raises(AssertionError, match="memory was mapped"):
+            empty_host((GIB,), torch.uint8, "cpu", **options)
+
+    def test_the_cgroup_is_named(self, machine: Machine) -> None:
+        files = machine(4 * GIB, 3 * GIB)
+        files |= {
+            "/proc/self/cgroup": ["0::/job"],
+            "/sys/fs/cgroup/job/memory.max": [str(GIB)],
+            "/sys/fs/cgroup/job/memory.current": [str(GIB // 2)],
+        }
+        with pytest.raises(
+            MemoryError, match=r": the cgroup /sys/fs/cgroup/job has a limit of 1,073,741,"
+        ):
+            empty_host((GIB,), torch.uint8, "cpu")
+
+    def test_shared_memory_is_counted_once_as_a_whole(self, machine: Machine) -> None:
+        """By the process that makes it, and not divided by ranks."""
+        machine(4 * GIB, 3 * GIB)
+        with pytest.raises(MemoryError, match=r"^\[SharedHostMemory\] asked for 3,221,225,473 bytes"):
+            SharedHostMemory.create(3 * GIB + 1, reserve_bytes=0)
+
+
+class TestHugePages:
+    def test_explicit_ones_have_a_budget_of_their_own(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """What the administrator has set aside is no available memory, and the reverse."""
+        machine(4 * GIB, 0)
+        monkeypatch.setattr(host_kinds, "_FREE_HUGE_PAGES", tmp_path / "free")
+        (tmp_path / "free").write_text("2\n")
+        made: list[bool] = []
+
+        def mapping(nbytes: int, *, explicit_huge_pages: bool = False, **options: bool) -> HostMapping:
+            made.append(explicit_huge_pages)
+            return HostMapping(nbytes, **options)
+
+        monkeypatch.setattr(host_kinds, "HostMapping", mapping)
+        empty_host((HUGE_PAGE_BYTES + 1,), torch.uint8, "cpu", huge_pages="explicit")
+        assert made == [True]
+        with (
+            pytest.warns(RuntimeWarning, match=r"4,194,304 bytes \(4.00 MiB\) are free, 6,291,456 bytes"),
+            pytest.raises(MemoryError, match="asked for"),
+        ):
+            empty_host((2 * HUGE_PAGE_BYTES + 1,), torch.uint8, "cpu", huge_pages="explicit")
+
+    def test_without_them_transparent_ones_serve(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """Also when others took them after they were counted."""
+
+        def mapping(nbytes: int, *, explicit_huge_pages: bool = False, **options: bool) -> HostMapping:
+            if explicit_huge_pages:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+            return HostMapping(nbytes, **options)
+
+        monkeypatch.setattr(host_kinds, "HostMapping", mapping)
+        monkeypatch.setattr(host_kinds, "_FREE_HUGE_PAGES", tmp_path / "free")
+        for free in ("1000", "0", "?"):
+            (tmp_path / "free").write_text(free)
+            with pytest.warns(RuntimeWarning, match=r"^\[empty_host\] of the machine's huge pages"):
+                tensor = empty_host((1 << 24,), torch.uint8, "cpu", huge_pages="explicit")
+            assert tensor.fill_(1).numel() == 1 << 24
+
+    def test_names(self) -> None:
+        text = "[empty_host] huge_pages must be one of transparent, explicit, got 'giant'."
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            empty_host((1,), torch.uint8, "cpu", huge_pages="giant")

@@ -10,12 +10,18 @@ _backends.load()
 from torch_hicache import ops  # noqa: E402
 from torch_hicache._backends import Backend, backends  # noqa: E402
 from torch_hicache.engine import TransferEngine  # noqa: E402
-from torch_hicache.host_memory import device_view, empty_host  # noqa: E402
+from torch_hicache.host_memory import (  # noqa: E402
+    HostRegistration,
+    device_view,
+    empty_host,
+    register_host,
+)
 from torch_hicache.layer_wait import wait_layer  # noqa: E402
 from torch_hicache.layout import PlaneSpec  # noqa: E402
 from torch_hicache.ops import check_errors, transfer_kv  # noqa: E402
 from torch_hicache.plan import MethodTable, Plan, explain, set_method_table  # noqa: E402
 from torch_hicache.pool import DevicePool, HostPool  # noqa: E402
+from torch_hicache.shared_memory import SharedHostMemory  # noqa: E402
 from torch_hicache.ticket import Ticket, TransferCancelled  # noqa: E402
 
 try:
@@ -27,9 +33,11 @@ __all__ = [
     "Backend",
     "DevicePool",
     "HostPool",
+    "HostRegistration",
     "MethodTable",
     "Plan",
     "PlaneSpec",
+    "SharedHostMemory",
     "Ticket",
     "TransferCancelled",
     "TransferEngine",
@@ -40,6 +48,7 @@ __all__ = [
     "empty_host",
     "explain",
     "ops",
+    "register_host",
     "set_method_table",
     "transfer_kv",
     "wait_layer",

@@ -1,48 +1,30 @@
-"""Host memory that a device can reach: empty_host, device_view.
+"""Host memory that a device can reach: empty_host, register_host, device_view.
 
-A pinned tensor is an anonymous mapping of our own, registered with the device's runtime. Its size is
-exact: torch's own pinned allocator rounds up to a power of two.
+How each kind comes by its memory is in host_kinds.py, what a device's runtime knows of it in
+registrations.py.
 """
 
-import contextlib
 import ctypes
 import math
-import mmap
 from collections.abc import Sequence
+from types import TracebackType
 
 import torch
 from torch import Tensor
 
-KINDS = ("auto", "pinned", "pageable")
-
-
-class _PinnedMemory(mmap.mmap):
-    """Page-locked memory of one device. Unregistered when the last tensor over it is gone."""
-
-    _on_device: Tensor
-    _address: int = 0
-
-    @classmethod
-    def allocate(cls, nbytes: int, device: torch.device) -> "_PinnedMemory":
-        try:
-            memory = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError, OverflowError) as error:
-            raise MemoryError(f"[empty_host] the system gave no {nbytes:,} bytes: {error}.") from None
-        memory._on_device = torch.empty(0, device=device)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        try:
-            torch.ops.hicache.register_host_memory(memory._on_device, address, nbytes)
-        except RuntimeError as error:
-            raise MemoryError(f"[empty_host] page-locking {nbytes:,} bytes failed: {error}") from None
-        memory._address = address
-        return memory
-
-    def __del__(self) -> None:
-        # Also reached from a failed allocate() and at interpreter exit, where torch may be gone.
-        if self._address:
-            # A destructor has nobody to tell; the end of the process unregisters too.
-            with contextlib.suppress(Exception):
-                torch.ops.hicache.unregister_host_memory(self._on_device, self._address)
+from torch_hicache.dlpack import tensor_at
+from torch_hicache.host_kinds import HUGE_PAGES, HostMemory, HostRequest, choose_kind
+from torch_hicache.memory_budget import readable
+from torch_hicache.registrations import (
+    MAX_PIECE_BYTES,
+    TABLE,
+    Claim,
+    Cuts,
+    has_registrar,
+    reason,
+    registrar_for,
+)
+from torch_hicache.shared_memory import SharedHostMemory
 
 
 def empty_host(
@@ -50,6 +32,15 @@ def empty_host(
     dtype: torch.dtype,
     device: torch.device | str,
     kind: str = "auto",
+    *,
+    piece_unit_bytes: int = 1,
+    plane_unit_bytes: int = 0,
+    max_piece_bytes: int = MAX_PIECE_BYTES,
+    huge_pages: str = "transparent",
+    numa_node: int | str | None = "auto",
+    shared: SharedHostMemory | None = None,
+    local_ranks: int | None = None,
+    reserve_bytes: int | None = None,
 ) -> Tensor:
     """An uninitialised, contiguous CPU tensor that `device` can reach.
 
@@ -58,116 +49,191 @@ def empty_host(
         dtype: any dtype.
         device: the accelerator whose transfers use the memory, or "cpu".
         kind: "pinned" (page-locked through the device's runtime, exactly as large as asked, rounded up
-            to a page), "pageable" (plain memory: for the CPU, no kernel may touch it) or "auto":
-            pinned for an accelerator, pageable for the CPU.
+            to a page of the system), "pageable" (plain memory: for the CPU, no kernel may touch it),
+            another one that a backend has added, or "auto": pinned for an accelerator, pageable for
+            the CPU.
+        piece_unit_bytes: memory larger than `max_piece_bytes` is registered with the runtime in several
+            pieces, cut at multiples of this: the bytes of one page of the pool.
+        plane_unit_bytes: where a device sees these pieces at addresses that do not follow each other,
+            they are cut at multiples of this instead, the bytes of one plane; 0: such memory is
+            refused.
+        huge_pages: "transparent" (where the system has them) or "explicit": out of those that the
+            administrator has set aside, with a warning and transparent ones where these don't suffice.
+        numa_node: "auto" is the device's own node, where it is known; a number asks for that node, with
+            a warning if it can't be had; None leaves it to the system.
+        shared: memory that other processes map too; its first bytes become the tensor, as they are.
+        local_ranks, reserve_bytes: see `torch_hicache.memory_budget.host_memory_budget`, which is
+            checked before anything is allocated. Shared memory and explicit huge pages are no part of it.
 
-    The memory is released when the last tensor over it is gone, after the work that uses it.
+    The memory is released when the last tensor over it (or device view of it) is gone, after the work of
+    the device that uses it. A pickled or copied tensor is plain memory. A forked child has no access to
+    pinned memory (to `shared` it has) and undoes nothing of its parent's.
 
     Raises:
-        ValueError: an unknown kind, a negative size, or "pinned" without an accelerator.
-        MemoryError: the system or the device's runtime can't give that much.
+        ValueError: an unknown kind, a bad argument, or "pinned" without an accelerator.
+        MemoryError: the budget, the system or the device's runtime has not that much; nothing is kept.
     """
     device = torch.device(device)
-    if kind not in KINDS:
-        raise ValueError(f"[empty_host] kind must be one of {', '.join(KINDS)}, got '{kind}'.")
+    chosen = choose_kind(kind, device)
     if any(size < 0 for size in shape):
         raise ValueError(f"[empty_host] shape must not be negative, got {list(shape)}.")
-    if kind == "auto":
-        kind = "pageable" if device.type == "cpu" else "pinned"
-    if kind == "pinned" and device.type == "cpu":
-        raise ValueError(
-            "[empty_host] kind 'pinned' needs an accelerator as device, got cpu; use 'pageable'."
-        )
     nbytes = math.prod(shape) * dtype.itemsize
-    if kind == "pageable" or nbytes == 0:
-        try:
-            return torch.empty(tuple(shape), dtype=dtype)
-        except RuntimeError as error:
-            raise MemoryError(f"[empty_host] the system gave no {nbytes:,} bytes: {error}") from None
-    memory = _PinnedMemory.allocate(nbytes, device)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes).view(dtype).view(tuple(shape))
+    cuts = Cuts(piece_unit_bytes, plane_unit_bytes, max_piece_bytes)
+    _check_cuts("empty_host", cuts, nbytes)
+    if huge_pages not in HUGE_PAGES:
+        raise ValueError(
+            f"[empty_host] huge_pages must be one of {', '.join(HUGE_PAGES)}, got '{huge_pages}'."
+        )
+    if isinstance(numa_node, str) and numa_node != "auto":
+        raise ValueError(f"[empty_host] numa_node must be 'auto', a number or None, got '{numa_node}'.")
+    if shared is not None and shared.nbytes < nbytes:
+        raise ValueError(
+            f"[empty_host] shared memory must hold {readable(nbytes)}, got {readable(shared.nbytes)}."
+        )
+    if nbytes == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    request = HostRequest(
+        nbytes=nbytes,
+        device=device,
+        cuts=cuts,
+        huge_pages=huge_pages,
+        numa_node=numa_node,
+        shared=shared,
+        local_ranks=local_ranks,
+        reserve_bytes=reserve_bytes,
+    )
+    return _tensor_over(chosen.allocate(request)).view(dtype).view(tuple(shape))
+
+
+def _tensor_over(memory: HostMemory) -> Tensor:
+    """Flat bytes that own `memory`."""
+    buffer = (ctypes.c_uint8 * memory.nbytes).from_address(memory.address)
+    buffer.memory = memory  # type: ignore[attr-defined]
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+class HostRegistration:
+    """Existing memory made reachable for a device, by `register_host`. Also a context manager.
+
+    The memory stays registered, and alive, until `close`, or until the handle is collected; device views
+    of it, and other registrations of the same bytes, prolong that. Keep the handle with the pool.
+    """
+
+    def __init__(self, claim: Claim | None, device: torch.device, nbytes: int) -> None:
+        self._claim = claim
+        self.device = device
+        self.nbytes = nbytes
+
+    @property
+    def is_ours(self) -> bool:
+        """False for memory that others registered, and after `close`."""
+        return self._claim is not None and self._claim.is_ours
+
+    def close(self) -> None:
+        """Waits for the device, if nobody else needs the registration. Later calls do nothing."""
+        if self._claim is not None:
+            self._claim.close()
+
+    def __enter__(self) -> "HostRegistration":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def register_host(
+    tensor: Tensor,
+    device: torch.device | str,
+    *,
+    piece_unit_bytes: int = 1,
+    plane_unit_bytes: int = 0,
+    max_piece_bytes: int = MAX_PIECE_BYTES,
+) -> HostRegistration:
+    """Make existing host memory, from the tensor's first element to its last, reachable for `device`.
+
+    The same bytes, or a part of them, may be registered again: they stay registered until the last handle
+    is closed. Memory that others have registered (torch's pinned tensors) is taken as it is and never
+    unregistered here. Nothing is done for tensors without elements, and for the CPU.
+
+    Args:
+        tensor: on the CPU, any strides.
+        piece_unit_bytes, plane_unit_bytes, max_piece_bytes: as in `empty_host`.
+
+    Raises:
+        ValueError: `tensor` is not plain memory of the CPU, or overlaps another registration in part.
+        RuntimeError: the device's runtime refused; nothing stays registered.
+    """
+    device = torch.device(device)
+    _require_cpu_memory("register_host", tensor)
+    nbytes = _extent_bytes(tensor)
+    cuts = Cuts(piece_unit_bytes, plane_unit_bytes, max_piece_bytes)
+    _check_cuts("register_host", cuts, nbytes)
+    if nbytes == 0 or not has_registrar(device):
+        return HostRegistration(None, device, nbytes)
+    registrar = registrar_for(device)
+    try:
+        claim = TABLE.claim(registrar, tensor.data_ptr(), nbytes, owner=tensor, cuts=cuts)
+    except ValueError as error:
+        raise ValueError(f"[register_host] {error}.") from None
+    except RuntimeError as error:
+        text = f"page-locking {readable(nbytes)} failed: {reason(error)}"
+        raise RuntimeError(f"[register_host] {text}.") from None
+    return HostRegistration(claim, registrar.device, nbytes)
 
 
 def device_view(tensor: Tensor, device: torch.device | str) -> Tensor:
     """The same bytes as a tensor whose device is `device`, for compiled and captured graphs.
 
     `tensor` is a host tensor from `empty_host`, or other memory registered with the device's runtime;
-    shape, strides and dtype carry over. The view keeps the memory alive. Kernels that read or write
-    it go over the link: it is meant for `transfer_kv`, not for arithmetic.
+    shape, strides and dtype carry over. The view keeps the memory alive and registered, and its address
+    never changes. Kernels that read or write it go over the link: it is meant for `transfer_kv`, not for
+    arithmetic. For the CPU it is the tensor itself.
 
     Raises:
-        ValueError: `tensor` is not on the CPU, or the device can't reach its memory.
+        ValueError: `tensor` is not plain memory of the CPU, or the device can't reach it.
     """
     device = torch.device(device)
-    if tensor.device.type != "cpu":
-        raise ValueError(f"[device_view] tensor must be on the CPU, got {tensor.device}.")
-    if device.type == "cpu":
+    _require_cpu_memory("device_view", tensor)
+    if not has_registrar(device):
         return tensor
-    on_device = torch.empty(0, device=device)
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    registrar = registrar_for(device)
+    nbytes = _extent_bytes(tensor)
+    if nbytes == 0:
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=registrar.device
+        )
+    claims = TABLE.claim_existing(registrar.device.type, tensor.data_ptr(), nbytes)
+    address = registrar.device_address(tensor.data_ptr(), nbytes)
+    flat = tensor_at(address, nbytes, registrar.device, owner=(tensor, claims))
+    view = flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    # What torch._dynamo.mark_static_address does, without a second's import: CUDA graphs of a compiled
+    # program use the memory where it is, and make no copy of a pool.
+    view._dynamo_static_input_type = "unguarded"
+    return view
+
+
+def _check_cuts(name: str, cuts: Cuts, nbytes: int) -> None:
+    try:
+        cuts.check(nbytes)
+    except ValueError as error:
+        raise ValueError(f"[{name}] {error}.") from None
+
+
+def _require_cpu_memory(name: str, tensor: Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"[{name}] tensor must be on the CPU, got {tensor.device}.")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise ValueError(f"[{name}] tensor must be plain memory, got {tensor.layout}.")
+
+
+def _extent_bytes(tensor: Tensor) -> int:
+    """From the first element to the end of the last."""
     if tensor.numel() == 0:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    nbytes = (last + 1) * tensor.element_size()
-    address = torch.ops.hicache.host_device_address(on_device, tensor.data_ptr(), nbytes)
-    flat = _tensor_at(address, nbytes, on_device.device, owner=tensor)
-    return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-
-
-# --- A tensor at an address that keeps an owner alive -------------------------------------------
-# from_blob with a deleter exists in torch's stable ABI from 2.11 only, and is not in Python; DLPack
-# is in every torch. The structs are those of DLPack 0.8 ("dltensor" capsules).
-
-
-class _DLDevice(ctypes.Structure):
-    _fields_ = (("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32))
-
-
-class _DLDataType(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
-
-
-class _DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device", _DLDevice),
-        ("ndim", ctypes.c_int32),
-        ("dtype", _DLDataType),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _DLManagedTensor(ctypes.Structure):
-    pass
-
-
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_DLManagedTensor))
-_DLManagedTensor._fields_ = (
-    ("dl_tensor", _DLTensor),
-    ("manager_ctx", ctypes.c_void_p),
-    ("deleter", _Deleter),
-)
-
-_DL_DEVICE_TYPES = {"cpu": 1, "cuda": 2}
-_DL_UINT8 = _DLDataType(1, 8, 1)
-_alive: dict[int, tuple[object, ...]] = {}  # address of a managed struct -> all that it needs
-
-
-@_Deleter
-def _delete_managed(managed: "ctypes._Pointer[_DLManagedTensor]") -> None:
-    _alive.pop(ctypes.addressof(managed.contents), None)
-
-
-def _tensor_at(address: int, nbytes: int, device: torch.device, *, owner: object) -> Tensor:
-    """A flat uint8 tensor over `nbytes` at `address`, which holds `owner` until its storage dies."""
-    shape = (ctypes.c_int64 * 1)(nbytes)
-    dl_device = _DLDevice(_DL_DEVICE_TYPES[device.type], device.index or 0)
-    dl_tensor = _DLTensor(address, dl_device, 1, _DL_UINT8, shape, None, 0)
-    managed = _DLManagedTensor(dl_tensor, None, _delete_managed)
-    _alive[ctypes.addressof(managed)] = (managed, shape, owner)
-    new_capsule = ctypes.pythonapi.PyCapsule_New
-    new_capsule.restype = ctypes.py_object
-    new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    capsule = new_capsule(ctypes.addressof(managed), b"dltensor", None)
-    return torch.utils.dlpack.from_dlpack(capsule)
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
