@@ -10,6 +10,7 @@ import math
 import mmap
 import re
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -18,7 +19,7 @@ from fake_runtime import FAR, FakeRuntime
 from torch import Tensor
 
 from torch_hicache import HostRegistration, device_view, empty_host, register_host
-from torch_hicache.registrations import REGISTRARS, TABLE, Cuts
+from torch_hicache.registrations import REGISTRARS, TABLE, Cuts, Registrar
 from torch_hicache.shared_memory import SharedHostMemory
 from torch_hicache.testing import check_transfer, fill_pool
 
@@ -420,44 +421,53 @@ class TestThreads:
         assert not runtime.registered
         assert runtime.verbs().count("register") == runtime.verbs().count("unregister")
 
-    def test_a_range_that_is_being_closed_is_waited_for(
-        self, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("verb", ["register", "unregister"])
+    def test_a_range_that_is_being_opened_or_closed_is_waited_for(
+        self, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, verb: str
     ) -> None:
-        """A new claim neither takes the dying registration nor overtakes its end; others go on."""
+        """A new claim neither takes what is not there yet, or no longer, nor holds up other ranges."""
         started, may_end = threading.Event(), threading.Event()
-        make = REGISTRARS["cpu"]
-        memory, other = torch.empty(PAGE, dtype=torch.uint8), torch.empty(PAGE, dtype=torch.uint8)
+        fast = REGISTRARS["cpu"]
+        pages = torch.empty(4 * PAGE, dtype=torch.uint8)
+        pages = pages[-pages.data_ptr() % PAGE :]
+        memory, other = pages[:PAGE], pages[PAGE : 2 * PAGE]
 
-        class Slow:
-            def __init__(self, device: torch.device) -> None:
-                self._inner = make(device)
-                self.device = device
-                self.register = self._inner.register
-                self.device_address = self._inner.device_address
+        def slow(device: torch.device) -> Registrar:
+            registrar = fast(device)
+            inner = getattr(registrar, verb)
 
-            def unregister(self, address: int) -> None:
+            def wait_first(*arguments: int) -> None:
                 started.set()
                 assert may_end.wait(60)
-                self._inner.unregister(address)
+                inner(*arguments)
 
-        first = REGISTRARS["cpu"]
-        monkeypatch.setitem(REGISTRARS, "cpu", Slow)
-        handle = register_host(memory, "cpu")
-        monkeypatch.setitem(REGISTRARS, "cpu", first)
-        closer = threading.Thread(target=handle.close)
-        closer.start()
+            setattr(registrar, verb, wait_first)
+            return registrar
+
+        monkeypatch.setitem(REGISTRARS, "cpu", slow)
+        handles: list[HostRegistration] = []
+        if verb == "register":
+            first = threading.Thread(target=lambda: handles.append(register_host(memory, "cpu")))
+        else:
+            first = threading.Thread(target=register_host(memory, "cpu").close)
+        first.start()
         assert started.wait(60)
-        again: list[HostRegistration] = []
-        opener = threading.Thread(target=lambda: again.append(register_host(memory, "cpu")))
-        opener.start()
-        register_host(other, "cpu").close()  # no lock is held while the first one waits
-        assert not again
+        monkeypatch.setitem(REGISTRARS, "cpu", fast)
+        claim = threading.Thread(target=lambda: handles.append(register_host(memory, "cpu")), daemon=True)
+        claim.start()
+        register_host(other, "cpu").close()
+        assert not handles
+        while not TABLE._changed._waiters:  # type: ignore[attr-defined]
+            time.sleep(0.01)
         may_end.set()
-        closer.join()
-        opener.join()
-        at = [verb for verb, address, _ in runtime.log if address == memory.data_ptr()]
-        assert at == ["register", "unregister", "register"]
-        again[0].close()
+        first.join()
+        claim.join(60)
+        assert not claim.is_alive()
+        at = [done for done, address, _ in runtime.log if address == memory.data_ptr()]
+        assert at == (["register"] if verb == "register" else ["register", "unregister", "register"])
+        for handle in handles:
+            handle.close()
+        assert not runtime.registered
 
 
 @pytest.mark.backend("cuda")
