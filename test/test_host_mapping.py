@@ -56,6 +56,19 @@ def test_a_mapping_is_as_large_as_asked(nbytes: int) -> None:
     assert not is_mapped(end - 1)
 
 
+def test_what_sticks_out_of_an_aligned_mapping_is_given_back() -> None:
+    def mapped() -> int:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[0]) * PAGE
+
+    before = mapped()
+    kept = [HostMapping(5 * MIB) for _ in range(20)]
+    assert mapped() - before <= 20 * 5 * MIB + 4 * MIB
+    for mapping in kept:
+        mapping.free()
+    assert mapped() - before <= 4 * MIB
+
+
 @pytest.mark.parametrize("cpus", [(), (min(os.sched_getaffinity(0)),)])
 @pytest.mark.parametrize("nbytes", [5, 3 * MIB, 40 * MIB + 5])
 @pytest.mark.parametrize("advice", ["populate", "older kernel"])

@@ -58,7 +58,8 @@ def empty_host(
             they are cut at multiples of this instead, the bytes of one plane; 0: such memory is
             refused.
         huge_pages: "transparent" (where the system has them) or "explicit": out of those that the
-            administrator has set aside, with a warning and transparent ones where these don't suffice.
+            administrator has set aside, with a warning and transparent ones where these don't suffice
+            (`shared` memory has transparent ones only).
         numa_node: "auto" is the device's own node, where it is known; a number asks for that node, with
             a warning if it can't be had; None leaves it to the system.
         shared: memory that other processes map too; its first bytes become the tensor, as they are.
