@@ -89,7 +89,6 @@ def measure(make: Case, nbytes: int) -> tuple[float, float, float]:
     taken = before - available_memory()
     begin = time.perf_counter()
     del made
-    gc.collect()
     if torch.cuda.is_available():
         torch._C._host_emptyCache()  # torch keeps pinned memory for later
     return seconds, time.perf_counter() - begin, taken / nbytes
