@@ -72,12 +72,20 @@ def test_buffers_have_sglangs_shapes(
     layout: str, mha: tuple[int, ...], mla: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Shapes of real models, of which no byte is needed.
-    monkeypatch.setattr(
-        pool_module, "empty_host", lambda sizes, dtype, device, kind: torch.empty(sizes, dtype=dtype)
-    )
+    def empty_host(
+        sizes: tuple[int, ...], dtype: torch.dtype, _device: object, **options: object
+    ) -> torch.Tensor:
+        units.append((options["piece_unit_bytes"], options["plane_unit_bytes"]))
+        return torch.empty(sizes, dtype=dtype)
+
+    units: list[tuple[object, object]] = []
+    monkeypatch.setattr(pool_module, "empty_host", empty_host)
     key, value = (PlaneSpec(name, (8, 128), torch.bfloat16) for name in ("key", "value"))
     pool = HostPool([key, value], 32, 4096, "cpu", layout, 64)
     assert [buffer.shape for buffer in pool.buffers] == [mha]
+    # A page of one layer, or of all, is in one piece of registered memory.
+    layers = 1 if layout == "layer_first" else 32
+    assert units == [(64 * layers * 2048, 4096 * layers * 2048)]
     assert pool.nbytes == 2 * 32 * 4096 * 8 * 128 * 2 == sum(buffer.nbytes for buffer in pool.buffers)
     if mla:
         latent = PlaneSpec("latent", (1, 576), torch.bfloat16)

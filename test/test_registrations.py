@@ -383,19 +383,25 @@ class TestRegisterHost:
         assert runtime.waits == 1
         assert runtime.verbs() == ["register", "unregister"]
 
-    def test_what_cannot_be_unregistered_keeps_its_memory(
+    def test_what_cannot_be_unregistered_keeps_its_memory_until_it_can(
         self, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         memory = pinned(4 * PAGE)
         address = memory.data_ptr()
-        nbytes, _ = runtime.registered.pop(address)  # so that the runtime refuses to unregister it
+        entry = runtime.registered.pop(address)  # so that the runtime refuses to unregister it
         monkeypatch.setattr(TABLE, "_stranded", [])
         del memory
         gc.collect()
         assert runtime.verbs() == ["register", "unregister"]
         with open("/proc/self/maps") as maps:
             ranges = [line.split()[0].split("-") for line in maps]
-        assert any(int(a, 16) <= address and address + nbytes <= int(b, 16) for a, b in ranges)
+        assert any(int(a, 16) <= address and address + entry[0] <= int(b, 16) for a, b in ranges)
+        assert len(TABLE._stranded) == 1
+        runtime.registered[address] = entry
+        other = pinned(PAGE)  # tries the old one again
+        assert runtime.verbs() == ["register", "unregister", "unregister", "register"]
+        assert list(runtime.registered) == [other.data_ptr()]
+        assert not TABLE._stranded
 
 
 class TestThreads:
@@ -504,6 +510,28 @@ class TestOnCuda:
         with register_host(memory, "cuda") as handle:
             assert not handle.is_ours
         assert memory.is_pinned()
+
+    def test_memory_dropped_while_a_stream_captures(self) -> None:
+        """It can't be unregistered then, and must not be given to others while the device knows it."""
+        hosts = [empty_host((4 * MIB,), torch.uint8, "cuda").fill_(i) for i in range(3)]
+        counter, graph = torch.zeros(4, device="cuda"), torch.cuda.CUDAGraph()
+        counter.add_(1)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            counter.add_(1)
+            hosts.clear()
+            gc.collect()
+            counter.add_(1)
+        assert len(TABLE._stranded) == 3
+        graph.replay()
+        assert counter.tolist() == [3.0] * 4
+        device = torch.zeros(4 * MIB, dtype=torch.uint8, device="cuda")
+        for i in range(8):
+            host = empty_host((4 * MIB,), torch.uint8, "cuda").fill_(40 + i)
+            at = torch.arange(4, device="cuda")
+            torch.ops.hicache.transfer_kv([device.view(4, MIB)], [host.view(4, MIB)], at, at)
+            assert bool((device == 40 + i).all())
+        assert not TABLE._stranded
 
     def test_a_refusal_leaves_no_pending_error(self) -> None:
         """Of memory that others registered in part."""

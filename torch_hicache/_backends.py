@@ -14,6 +14,15 @@ import torch
 
 _FOLDER = Path(__file__).parent
 _MIN_TORCH = (2, 10)
+_REFUSED_OPS = (
+    "transfer_kv",
+    "explain",
+    "check_errors",
+    "set_method_table",
+    "register_host_memory",
+    "unregister_host_memory",
+    "host_device_address",
+)
 
 
 @dataclass(frozen=True)
@@ -111,6 +120,6 @@ def _register_fallback(backend: Backend, key: str) -> None:
         return kernel
 
     library = torch.library.Library("hicache", "IMPL")
-    for name in ("transfer_kv", "explain", "check_errors"):
+    for name in _REFUSED_OPS:
         library.impl(name, refuse(name), key)
     _fallbacks.append(library)

@@ -365,8 +365,17 @@ class HostPool(Pool):
         self._buffers = []
         places: dict[int, tuple[int, int]] = {}
         for group in groups.values():
-            sizes = (len(group), *self._shapes[group[0]].base_shape)
-            buffer = empty_host(sizes, self.specs[group[0]].dtype, self.device, kind=kind)
+            spec, shape = self.specs[group[0]], self._shapes[group[0]]
+            layers_together = 1 if layout == "layer_first" else self.num_layers
+            row_bytes = layers_together * spec.row_bytes
+            buffer = empty_host(
+                (len(group), *shape.base_shape),
+                spec.dtype,
+                self.device,
+                kind=kind,
+                piece_unit_bytes=page_size * row_bytes,
+                plane_unit_bytes=self.num_slots * row_bytes,
+            )
             places |= {plane: (len(self._buffers), i) for i, plane in enumerate(group)}
             self._buffers.append(_with_static_address(buffer))
         self._places = [places[i] for i in range(len(self.specs))]

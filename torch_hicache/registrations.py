@@ -191,8 +191,9 @@ class RegistrationTable:
         # Re-entrant: the collector may run a Claim's destructor inside any of these blocks.
         self._changed = threading.Condition(threading.RLock())
         self._ranges: list[_Range] = []
-        # Owners of what could not be unregistered: a device may still know the memory, so it stays.
-        self._stranded: list[object] = []
+        # What could not be unregistered (a stream was capturing, say). A device still knows the
+        # memory, so it stays, and the next claim or release tries again.
+        self._stranded: list[_Range] = []
 
     def claim(
         self,
@@ -213,6 +214,7 @@ class RegistrationTable:
             ValueError: it overlaps a range of ours in part, or can't be cut as asked.
             RuntimeError: the runtime refused; nothing of it stays registered.
         """
+        self._release_stranded()
         new = _Range(address, address + nbytes, registrar.device.type, [registrar], owner)
         with self._changed:
             met = self._met(new.device_type, new.begin, new.end)
@@ -262,10 +264,20 @@ class RegistrationTable:
                 registrar.wait()
             _unregister(held.registrars[0], held.pieces)
         except BaseException:
-            self._stranded.append(held.owner)
+            self._stranded.append(held)
             raise
         finally:
             self._drop(held)
+        self._release_stranded()
+
+    def _release_stranded(self) -> None:
+        with self._changed:
+            stranded, self._stranded = self._stranded, []
+        for held in stranded:
+            try:
+                _unregister(held.registrars[0], held.pieces)
+            except Exception:
+                self._stranded.append(held)
 
     def _met(self, device_type: str, begin: int, end: int) -> list[_Range]:
         return [
@@ -335,9 +347,10 @@ def _register_pieces(registrar: Registrar, address: int, pieces: list[tuple[int,
             registrar.register(address + offset, nbytes)
             registered.append(address + offset)
     except BaseException as error:
+        number = len(registered) + 1
         _unregister(registrar, registered)
         if isinstance(error, RuntimeError) and len(pieces) > 1:
-            raise RuntimeError(f"piece {len(registered) + 1} of {len(pieces)}: {reason(error)}") from None
+            raise RuntimeError(f"piece {number} of {len(pieces)}: {reason(error)}") from None
         raise
     return registered
 
@@ -354,11 +367,12 @@ def _are_neighbours(registrar: Registrar, address: int, pieces: list[tuple[int, 
 
 
 def _unregister(registrar: Registrar, registered: list[int]) -> None:
-    """Last to first. All are tried; then the first error is raised."""
+    """Last to first. All are tried, those that fail stay in the list; the first error is raised."""
     failure: Exception | None = None
-    for piece in reversed(registered):
+    for piece in registered[::-1]:
         try:
             registrar.unregister(piece)
+            registered.remove(piece)
         except Exception as error:
             failure = failure or error
     if failure:

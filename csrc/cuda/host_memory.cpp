@@ -44,15 +44,19 @@ void register_host_memory(const Tensor& on_device, int64_t address, int64_t nbyt
                       static_cast<const char*>(device));
 }
 
-// Waits for the device first: a transfer that still uses the memory must not lose it.
+// Waits for the device first: a transfer that still uses the memory must not lose it. Where that is not
+// possible (while a stream captures) the memory stays registered, and the call may be made again.
 void unregister_host_memory(const Tensor& on_device, int64_t address) {
   const torch::stable::accelerator::DeviceGuard guard(on_device.get_device_index());
   const RelaxedCapture relaxed;
   const char* host = reinterpret_cast<const char*>(address);
-  if (!registrations().remove(host))
+  if (registrations().device_address(host, host + 1) == nullptr)
     throw std::invalid_argument("[host_memory] this memory was not registered here.");
+  if (is_capturing(current_stream(on_device.get_device_index())))  // waiting would end the capture
+    throw std::runtime_error("[host_memory] memory can't be unregistered while the current stream captures.");
   check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   check_cuda(cudaHostUnregister(const_cast<char*>(host)), "cudaHostUnregister");
+  registrations().remove(host);
 }
 
 int64_t host_device_address(const Tensor& on_device, int64_t address, int64_t nbytes) {
