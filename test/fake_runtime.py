@@ -91,6 +91,8 @@ class FakeRegistrar:
 
     def device_address(self, address: int, nbytes: int) -> int:
         runtime = self._runtime
+        if nbytes <= 0:
+            raise ValueError("[fake] zero bytes.")
         for host, size in runtime.foreign:
             if host <= address and address + nbytes <= host + size:
                 return address

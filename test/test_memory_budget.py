@@ -167,9 +167,14 @@ class TestAllocation:
         ):
             empty_host((GIB,), torch.uint8, "cpu")
 
-    def test_shared_memory_is_counted_once_as_a_whole(self, machine: Machine) -> None:
+    def test_shared_memory_is_counted_once_as_a_whole(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """By the process that makes it, and not divided by ranks."""
         machine(4 * GIB, 3 * GIB)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        with SharedHostMemory.create(3 * GIB, reserve_bytes=0) as shared:
+            assert shared.nbytes == 3 * GIB
         with pytest.raises(MemoryError, match=r"^\[SharedHostMemory\] asked for 3,221,225,473 bytes"):
             SharedHostMemory.create(3 * GIB + 1, reserve_bytes=0)
 

@@ -11,6 +11,7 @@ import mmap
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -256,6 +257,17 @@ class TestViews:
         del view
         gc.collect()
         assert runtime.verbs() == ["register", "unregister"]
+
+    def test_a_view_keeps_memory_that_others_registered(self, runtime: FakeRuntime) -> None:
+        memory = torch.arange(PAGE)
+        runtime.foreign.append((memory.data_ptr(), 8 * PAGE))
+        view, owner = device_view(memory, "cpu")[1:], weakref.ref(memory)
+        del memory
+        gc.collect()
+        assert owner() is not None
+        del view
+        gc.collect()
+        assert owner() is None
 
     def test_pageable_memory_has_no_view(self, runtime: FakeRuntime) -> None:
         with pytest.raises(ValueError, match="pageable host memory"):
