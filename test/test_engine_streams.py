@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_fakes import DEVICE_SLOTS, LAYERS, Model, failing_layers, ints, make_pools
 
-from torch_hicache import TransferEngine
+from torch_hicache import DevicePool, HostPool, TransferEngine
 from torch_hicache.streams import DeviceEvent, DeviceRuntime, HostRuntime
 from torch_hicache.ticket import Ticket
 
@@ -103,10 +103,23 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     machine.idle.set()
 
 
+@contextmanager
+def device_engine(
+    machine: Machine, pools: tuple[DevicePool, HostPool], **options: int
+) -> Iterator[TransferEngine]:
+    """Closing waits for what is in flight, also when the test has failed."""
+    engine = TransferEngine(*pools, runtime=DeviceRuntime(DEVICE), **options)  # type: ignore[arg-type]
+    try:
+        yield engine
+    finally:
+        machine.idle.set()
+        engine.close()
+
+
 def test_order_of_calls(machine: Machine) -> None:
     pools = make_pools((0, 1))
     model = Model(*pools)
-    with TransferEngine(*pools, runtime=DeviceRuntime(DEVICE)) as engine:
+    with device_engine(machine, pools) as engine:
         machine.idle.clear()
         store = engine.store(D, H)
         load = engine.load(H, ints(0, 1, 2), layers="all")
@@ -139,7 +152,7 @@ def test_order_of_calls(machine: Machine) -> None:
 def test_a_submission_that_is_refused_in_the_middle(machine: Machine) -> None:
     """What runs keeps its slots until the device has finished, and the call returns a ticket."""
     pools = make_pools()
-    with TransferEngine(*pools, runtime=DeviceRuntime(DEVICE), group_bytes=1) as engine:
+    with device_engine(machine, pools, group_bytes=1) as engine:
         slots = pools[0].allocate(3)
         machine.idle.clear()
         with failing_layers(5) as tried:
@@ -161,7 +174,7 @@ def test_a_submission_that_is_refused_in_the_middle(machine: Machine) -> None:
 
 def test_a_device_that_fails_fails_its_tickets(machine: Machine) -> None:
     pools = make_pools()
-    with TransferEngine(*pools, runtime=DeviceRuntime(DEVICE)) as engine:
+    with device_engine(machine, pools) as engine:
         machine.idle.clear()
         tickets = [engine.load(H, D, layers="all"), engine.store(D, H)]
         machine.failure = "device-side assert"
@@ -181,7 +194,7 @@ def test_an_interrupt_of_the_submitting_thread_reaches_it(
         raise KeyboardInterrupt
 
     pools = make_pools()
-    with TransferEngine(*pools, runtime=DeviceRuntime(DEVICE)) as engine:
+    with device_engine(machine, pools) as engine:
         monkeypatch.setattr(Ticket, "_transfer", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.load(H, D)
@@ -195,7 +208,7 @@ def test_a_stream_that_fails_leaves_nothing_behind(
 ) -> None:
     pools = make_pools()
     slots = pools[0].allocate(3)
-    with TransferEngine(*pools, runtime=DeviceRuntime(DEVICE)) as engine:
+    with device_engine(machine, pools) as engine:
 
         def fail(*_: object) -> None:
             raise RuntimeError("the device is lost")
