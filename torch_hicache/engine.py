@@ -255,9 +255,13 @@ class TransferEngine:
     # --- State ----------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """For "load" and "store" each: transfers, bytes (that have moved), busy_seconds (with a ticket in
-        flight, as the host saw it), gb_per_s (bytes in that time), queue_depth (calls that wait for
-        room), in_flight, in_flight_bytes, errors, cancelled. Counted since the engine was made.
+        """For "load" and "store" each, since the engine was made:
+
+        transfers, bytes: what has moved whole; entries of -1 count.
+        busy_seconds, gb_per_s: time with a ticket in flight, as the host saw it; bytes in that time.
+        queue_depth: calls that wait for room.
+        in_flight, in_flight_bytes: tickets that have not ended.
+        errors, cancelled: tickets that ended so.
         """
         self._check_process()
         return self._in_flight.stats()

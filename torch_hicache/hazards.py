@@ -28,13 +28,15 @@ class SlotHistory:
         if slots is None:
             self._last_of_unknown = number
         else:
-            self._last[slots] = number
+            self._last.index_fill_(0, slots, number)
 
     def last(self, slots: Tensor | None) -> int:
         """The last transfer that touched one of `slots`; 0 for none."""
         if slots is None:
             return self._last_of_any
-        return max(int(self._last[slots].max()), self._last_of_unknown) if len(slots) else 0
+        if not len(slots):
+            return 0
+        return max(int(self._last.index_select(0, slots).max()), self._last_of_unknown)
 
 
 class Hazards:
