@@ -65,7 +65,7 @@ class TransferEngine:
         *,
         unit: str | None = None,
         on_full: str = "block",
-        max_in_flight: int = 64,
+        max_in_flight: int = 256,
         max_in_flight_bytes: int | None = None,
         group_bytes: int = 4 << 20,
         runtime: Runtime | None = None,
