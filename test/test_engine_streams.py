@@ -27,6 +27,7 @@ class Machine:
         self.idle.set()
         self.failure: str = ""
         self.current = "compute"
+        self.threads: list[tuple[int, str]] = []  # the device each has chosen
         self.guarded = threading.local()  # the current device is the engine's
 
 
@@ -87,6 +88,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
             machine.guarded.active = False
 
     monkeypatch.setattr(torch.accelerator, "device_index", device_index)
+    monkeypatch.setattr(
+        torch.accelerator,
+        "set_device_index",
+        lambda index: machine.threads.append((index, threading.current_thread().name)),
+    )
     monkeypatch.setattr(torch, "Stream", make_stream)
     monkeypatch.setattr(torch, "Event", lambda device: StandInEvent(machine))
     monkeypatch.setattr(
@@ -144,6 +150,7 @@ def test_order_of_calls(machine: Machine) -> None:
         machine.idle.set()
         load.wait()
         assert store.done()
+        assert sorted(machine.threads) == [(0, "hicache-load"), (0, "hicache-store")]
     model.store(D, H)
     model.load(H, ints(0, 1, 2))
     model.compare()
@@ -232,6 +239,7 @@ def test_a_device_without_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
         return StandInStream(Machine(), "plain")
 
     monkeypatch.setattr(torch, "Stream", make_stream)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     DeviceRuntime(DEVICE).new_stream("load").close()
     assert made == [{"priority": -1}, {}]
 

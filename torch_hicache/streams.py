@@ -210,7 +210,7 @@ class DeviceEvent:
         self._exchange = _exchange_capture_mode(device.type)
 
     def query(self) -> bool:
-        # A new thread's current device is device 0, where a question would create a context.
+        # The caller's thread may not have chosen its device.
         with torch.accelerator.device_index(self._device_index):
             return self._query()
 
@@ -247,6 +247,8 @@ class DeviceStream:
         except (RuntimeError, TypeError):  # a device without priorities
             self.stream = torch.Stream(device)
         self._worker = _Worker(name)
+        # Else the thread's device is device 0, where the end of an event would create a context.
+        self._worker.put(partial(torch.accelerator.set_device_index, device.index))
 
     def wait_event(self, event: DeviceEvent) -> None:
         self.stream.wait_event(event.event)
@@ -317,5 +319,5 @@ class DeviceRuntime:
             return None
         try:
             return _ExternalEvent(self.device)
-        except TypeError:  # a torch without external events
+        except (TypeError, RuntimeError):  # a torch without external events, such as ROCm's
             return None
