@@ -233,7 +233,7 @@ def test_engines_that_cannot_be(name: str) -> None:
     threads = threading.active_count()
     with pytest.raises(ValueError, match=re.escape(text)):
         make()
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
 
 
 # --- Tickets --------------------------------------------------------------------------------------
@@ -530,7 +530,7 @@ def test_close_waits_and_may_be_called_again() -> None:
     ticket.wait()
     model.load(H, D)
     model.compare()
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     assert [pool.available for pool in pools] == [DEVICE_SLOTS, HOST_SLOTS]
 
 

@@ -157,11 +157,11 @@ def test_dropping_an_engine_ends_its_threads_and_frees_its_pools() -> None:
     try:
         del engine, pools
         for _ in range(500):
-            if not any(ref() for ref in gone) and threading.active_count() == threads:
+            if not any(ref() for ref in gone) and threading.active_count() <= threads:
                 break
             time.sleep(0.01)
         assert [ref() for ref in gone] == [None, None, None]
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads
     finally:
         gc.enable()
     assert ticket.done()  # a ticket that is kept keeps nothing of them
