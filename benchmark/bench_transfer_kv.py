@@ -421,6 +421,7 @@ def print_row(row: dict[str, object]) -> None:
         ("load_ms", "{:7.2f} ms load"),
         ("total_ms", "{:7.2f} ms both"),
         ("of_longer", "{:6.3f} of the longer"),
+        ("of_pool", "{:+8.3%} of the pool"),
         ("of_memcpy", "{:6.2f} of memcpy"),
         ("of_best_loop", "{:6.2f} of the best loop"),
         ("x_torch_indexing", "{:6.1f} x indexing"),

@@ -61,8 +61,8 @@ def finish(model: Model) -> None:
 
 
 def write_slots(pool: DevicePool, slots: Tensor, value: int) -> None:
-    for plane in pool.planes():
-        plane[slots.to(plane.device)] = value
+    for plane in pool.planes():  # an assignment would copy the value to the device, and wait for that
+        plane.index_fill_(0, slots, value)
 
 
 def write_model(model: Model, slots: Tensor, value: int) -> None:
