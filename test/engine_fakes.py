@@ -104,11 +104,11 @@ class GatedRuntime(HostRuntime):
 
     @contextmanager
     def blocked(self, *directions: str) -> Iterator[threading.Event]:
-        """The streams do nothing until the block ends, or the event is set."""
+        """The streams do nothing until the block ends, the event is set, or a test hangs for a minute."""
         gate = threading.Event()
         for direction in directions or ("load", "store"):
             reached = threading.Event()
-            self.streams[direction].run(lambda reached=reached: (reached.set(), gate.wait()))
+            self.streams[direction].run(lambda reached=reached: (reached.set(), gate.wait(60)))
             assert reached.wait(10)
         try:
             yield gate

@@ -27,6 +27,7 @@ class Machine:
         self.idle.set()
         self.failure: str = ""
         self.current = "compute"
+        self.capturing = False
         self.threads: list[tuple[int, str]] = []  # the device each has chosen
         self.guarded = threading.local()  # the current device is the engine's
 
@@ -40,7 +41,7 @@ class StandInStream:
         self.machine.log.append(f"{self.name} waits for {event.name}")
 
     def is_capturing(self) -> bool:
-        return False
+        return self.machine.capturing
 
     def __enter__(self) -> None:
         self.machine.current = self.name
@@ -242,6 +243,51 @@ def test_a_device_without_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     DeviceRuntime(DEVICE).new_stream("load").close()
     assert made == [{"priority": -1}, {}]
+
+
+def test_external_events_are_recorded_with_the_load_stream_as_the_current_one(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch asks the current stream whether it is captured, and would record what can't be recorded."""
+
+    class External:
+        name, recorded = "the layer's event", ""
+
+        def __init__(self, *, external: bool) -> None:
+            assert external
+
+        def record(self) -> None:
+            self.recorded = machine.current
+            machine.log.append(f"{machine.current} records the layer")
+
+    monkeypatch.setattr(torch.cuda, "Event", External)
+    monkeypatch.setattr(torch.cuda, "current_stream", torch.accelerator.current_stream)
+    with device_engine(machine, make_pools((0, 1))) as engine:
+        machine.capturing = True
+        torch.ops.hicache.wait_layer([], engine.handle, 1)
+        machine.capturing = False
+        assert machine.log == ["load records the layer", "compute waits for the layer's event"]
+        machine.log.clear()
+        engine.store(D, H)
+        engine.load(H, D, layers=[0])
+        assert "load records the layer" not in machine.log, "not a load of this layer"
+        engine.load(H, D)
+        assert machine.log[-2:] == ["load records", "load records the layer"]
+
+
+@pytest.mark.parametrize("error", [TypeError, RuntimeError])
+def test_a_torch_without_external_events(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def refuse(*, external: bool) -> None:
+        raise error("no external events")
+
+    monkeypatch.setattr(torch.cuda, "Event", refuse)
+    with device_engine(machine, make_pools()) as engine:
+        machine.capturing = True
+        with pytest.raises(RuntimeError, match="this torch has no external events there"):
+            torch.ops.hicache.wait_layer([], engine.handle, 2)
+        machine.capturing = False
 
 
 def test_event_query_leaves_the_capture_mode_as_it_was(machine: Machine) -> None:

@@ -275,7 +275,7 @@ def _run(code: str) -> None:
         "from engine_fakes import ints, make_pools\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", head + code], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", head + code], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
