@@ -250,7 +250,7 @@ def test_polling_breaks_no_capture(parts: Parts) -> None:
     engine, model = parts
     torch.cuda.synchronize()
     x = torch.zeros(4, device="cuda").add_(0)
-    for _ in range(3):
+    for is_warm in (False, True, True):  # the first capture of a process takes longer than the delay
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()
         delay(engine, "load", "store")
@@ -258,10 +258,12 @@ def test_polling_breaks_no_capture(parts: Parts) -> None:
         with torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="global")
             x.add_(1)
+            polls = []
             for _ in range(20):
                 time.sleep(0.001)
-                assert not tickets[0].done()
+                polls.append(tickets[0].done())
             graph.capture_end()
+        assert not is_warm or not any(polls)
         for ticket in tickets:
             ticket.wait()
         graph.replay()
