@@ -117,6 +117,24 @@ class GatedRuntime(HostRuntime):
 
 
 @contextmanager
+def gated_engine() -> Iterator[tuple[TransferEngine, GatedRuntime, Model]]:
+    """An engine on the CPU whose streams can be blocked, and which moves layer by layer."""
+    runtime = GatedRuntime()
+    pools = make_pools()
+    with TransferEngine(*pools, runtime=runtime, group_bytes=1) as engine:
+        yield engine, runtime, Model(*pools)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(3000):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it did not happen within half a minute")
+
+
+@contextmanager
 def failing_layers(*layers: int) -> Iterator[list[int]]:
     """Submissions that contain one of the layers fail; the layers that were tried are listed."""
     tried: list[int] = []

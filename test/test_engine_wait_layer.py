@@ -15,6 +15,7 @@ from engine_fakes import (
     Model,
     failing_layers,
     fake_engine,
+    gated_engine,
     ints,
     make_pools,
     same,
@@ -28,10 +29,8 @@ D, H = ints(3, 4, 9), ints(30, 2, 31)
 
 @pytest.fixture
 def gated() -> Iterator[tuple[TransferEngine, GatedRuntime, Model]]:
-    runtime = GatedRuntime()
-    pools = make_pools()
-    with TransferEngine(*pools, runtime=runtime, group_bytes=1) as engine:
-        yield engine, runtime, Model(*pools)
+    with gated_engine() as parts:
+        yield parts
 
 
 def test_waits_for_the_newest_load_of_the_layer() -> None:
