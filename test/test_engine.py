@@ -60,6 +60,38 @@ def test_store_and_load_move_the_slots_and_nothing_else(
         assert ticket.nbytes == 4 * len(ticket.layers) * sum(spec.row_bytes for spec in SPECS)
 
 
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+@pytest.mark.parametrize(
+    ("device_slots", "host_slots", "unit"),
+    [
+        ((8, 9, 10, 11, 0, 1, 2, 3), (0, 1, 2, 3, 36, 37, 38, 39), "page"),
+        ((8, 9, 10, 11), (1, 2, 3, 4), "slot"),
+        ((8, 9, 10, 11), (3, 2, 1, 0), "slot"),
+        ((8, 9, 10, 11, 4), (0, 1, 2, 3, 4), "slot"),
+        ((8, 9, 10, 11), (0, 1, 2, -1), "slot"),
+        ((9, 10, 11, 12), (5, 6, 7, 8), "slot"),
+    ],
+)
+def test_slots_that_are_whole_pages_move_by_page(
+    device: str, layout: str, device_slots: tuple[int, ...], host_slots: tuple[int, ...], unit: str
+) -> None:
+    pools = make_pools(layout=layout, page_size=4, device=device)
+    model = Model(*pools)
+    d, h = ints(*device_slots), ints(*host_slots)
+    with TransferEngine(*pools) as engine:
+        assert engine._pair.read_indices(d, h)[2] == unit
+        for layers in (None, [5, 2], "all"):
+            ticket = engine.load(h, d, layers=layers)
+            ticket.wait()
+            assert ticket.num_entries == len(device_slots)
+            named = LAYERS if layers in (None, "all") else layers
+            assert ticket.nbytes == len(d) * len(named) * sum(spec.row_bytes for spec in SPECS)
+            model.load(h, d, named)
+        engine.store(d, (h + 8).where(h >= 0, h) % 40).wait()
+        model.store(d, (h + 8).where(h >= 0, h) % 40)
+        model.compare()
+
+
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 def test_pages(device: str, layout: str) -> None:
     pools = make_pools(layout=layout, page_size=4, device=device)

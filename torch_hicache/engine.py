@@ -148,11 +148,11 @@ class TransferEngine:
                 f"[TransferEngine] a {direction} can't be captured. Capture transfer_kv itself, or "
                 "torch.ops.hicache.wait_layer for loads that run beside the graph."
             )
+        indices, slots, unit = self._pair.read_indices(device_indices, host_indices)
         if layers is None:
-            groups = [self._pair.all_layers()]
+            groups = [self._pair.all_layers(unit)]
         else:
-            groups = self._pair.groups(layers, len(device_indices), self._group_bytes)
-        indices, slots = self._pair.read_indices(device_indices, host_indices)
+            groups = self._pair.groups(layers, len(indices[0]), self._group_bytes, unit)
         nbytes = len(indices[0]) * sum(group.entry_bytes for group in groups)
         self._pair.hold(slots)
         try:
@@ -164,6 +164,7 @@ class TransferEngine:
             host_reads_all = all(of_pool is not None for of_pool in slots)
             errors = ErrorScope(None if host_reads_all else self._on_device)
             ticket = Ticket(direction, groups, indices, self._runtime, errors)
+            ticket.num_entries = len(device_indices)
             ticket._on_finish = partial(self._finish, slots)
         except BaseException:
             self._in_flight.remove(direction, nbytes)

@@ -52,13 +52,20 @@ class PoolPair:
         self.layers = device_pool.layer_ids
         self._position = {layer: i for i, layer in enumerate(self.layers)}
         self._stacked = device_pool.has_stacks and host_pool.has_stacks
-        self._groups: dict[tuple[int, ...], LayerGroup] = {}
+        # Slots that are whole pages move by page: an index then stands for many slots.
+        self._page_size = device_pool.page_size if unit == "slot" else 1
+        if host_pool.page_size != device_pool.page_size:
+            self._page_size = 1
+        self._groups: dict[tuple[tuple[int, ...], str], LayerGroup] = {}
         self.device_size, self.host_size = (
             pool.num_slots // (pool.page_size if unit == "page" else 1) for pool in self.pools
         )
-        self._layer_bytes = [self._entry_bytes(layer) for layer in self.layers]
+        self._layer_bytes = {
+            layer_unit: [self._entry_bytes(layer, layer_unit) for layer in self.layers]
+            for layer_unit in {unit, "page" if self._page_size > 1 else unit}
+        }
         # An empty transfer makes all checks that do not depend on the indices.
-        everything, nothing = self._group(self.layers), torch.empty(0, dtype=torch.int64)
+        everything, nothing = self.all_layers(unit), torch.empty(0, dtype=torch.int64)
         for dst, src in (
             (everything.device_views, everything.host_views),
             (everything.host_views, everything.device_views),
@@ -67,10 +74,12 @@ class PoolPair:
 
     def read_indices(
         self, device_indices: Tensor, host_indices: Tensor
-    ) -> tuple[tuple[Tensor, Tensor], Slots]:
-        """Copies of both, since the caller may overwrite its own at once, and what the host knows.
+    ) -> tuple[tuple[Tensor, Tensor], Slots, str]:
+        """Copies of both, since the caller may overwrite its own at once; what the host knows; and the
+        unit of the copies.
 
-        Indices on the device are copied in the order of the caller's stream.
+        Indices on the device are copied in the order of the caller's stream. Indices on the CPU that name
+        whole pages on both sides become page ids.
 
         Raises:
             ValueError, IndexError: indices that no transfer can take.
@@ -83,10 +92,24 @@ class PoolPair:
                 f"{len(device_indices)} and {len(host_indices)}."
             )
         copies = device_indices.to(torch.int64, copy=True), host_indices.to(torch.int64, copy=True)
-        return copies, (
+        slots = (
             self._read(copies[0], "device_indices", self.device_size),
             self._read(copies[1], "host_indices", self.host_size),
         )
+        if self._page_size > 1 and len(copies[0]) and all(of_pool is not None for of_pool in slots):
+            device_pages, host_pages = (self._whole_pages(indices) for indices in copies)
+            if device_pages is not None and host_pages is not None:
+                return (device_pages, host_pages), slots, "page"
+        return copies, slots, self.unit
+
+    def _whole_pages(self, indices: Tensor) -> Tensor | None:
+        """The pages whose slots these are, each whole and in order; None where they are not."""
+        if len(indices) % self._page_size:
+            return None
+        rows = indices.view(-1, self._page_size)
+        pages = rows[:, 0] // self._page_size
+        whole = pages.unsqueeze(1) * self._page_size + torch.arange(self._page_size)
+        return pages if torch.equal(rows, whole) else None
 
     def hold(self, slots: Slots) -> None:
         """In both pools, or in none."""
@@ -103,11 +126,14 @@ class PoolPair:
             if of_pool is not None:
                 pool.release(of_pool, unit=self.unit)
 
-    def all_layers(self) -> LayerGroup:
-        return self._group(self.layers)
+    def all_layers(self, unit: str) -> LayerGroup:
+        return self._group(self.layers, unit)
 
-    def groups(self, layers: Sequence[int] | str, num_entries: int, group_bytes: int) -> list[LayerGroup]:
-        """The layers in the order given, merged until a submission has `group_bytes`.
+    def groups(
+        self, layers: Sequence[int] | str, num_entries: int, group_bytes: int, unit: str
+    ) -> list[LayerGroup]:
+        """The layers in the order given, merged until a submission has `group_bytes`; views by `unit`, of
+        which there are `num_entries`.
 
         Raises:
             ValueError: no layers, a layer that the pools do not have, or one that comes twice.
@@ -131,8 +157,8 @@ class PoolPair:
                 merged.append([])
                 size = 0
             merged[-1].append(layer)
-            size += self._layer_bytes[self._position[layer]] * num_entries
-        return [self._group(tuple(group)) for group in merged]
+            size += self._layer_bytes[unit][self._position[layer]] * num_entries
+        return [self._group(tuple(group), unit) for group in merged]
 
     def _hold(self, pool: DevicePool | HostPool, of_pool: Tensor | None) -> None:
         if of_pool is not None:
@@ -164,27 +190,27 @@ class PoolPair:
             )
         return indices if lowest >= 0 else indices[indices >= 0]
 
-    def _entry_bytes(self, layer: int) -> int:
-        return sum(plane[:1].nbytes for plane in self.device_pool.planes(layer, self.unit))
+    def _entry_bytes(self, layer: int, unit: str) -> int:
+        return sum(plane[:1].nbytes for plane in self.device_pool.planes(layer, unit))
 
-    def _group(self, layers: tuple[int, ...]) -> LayerGroup:
-        group = self._groups.get(layers)
+    def _group(self, layers: tuple[int, ...], unit: str) -> LayerGroup:
+        group = self._groups.get((layers, unit))
         if group is None:
             if len(self._groups) >= _MAX_GROUPS:
                 self._groups.clear()
-            group = self._groups[layers] = self._make_group(layers)
+            group = self._groups[layers, unit] = self._make_group(layers, unit)
         return group
 
-    def _make_group(self, layers: tuple[int, ...]) -> LayerGroup:
+    def _make_group(self, layers: tuple[int, ...], unit: str) -> LayerGroup:
         first = self._position[layers[0]]
-        entry_bytes = sum(self._layer_bytes[self._position[layer]] for layer in layers)
+        entry_bytes = sum(self._layer_bytes[unit][self._position[layer]] for layer in layers)
         if self._stacked and layers == self.layers[first : first + len(layers)]:
             device_views, host_views = (
-                [stack.narrow(0, first, len(layers)) for stack in pool.stacks(self.unit)]
+                [stack.narrow(0, first, len(layers)) for stack in pool.stacks(unit)]
                 for pool in self.pools
             )
             return LayerGroup(layers, device_views, host_views, 1, entry_bytes)
         device_views, host_views = (
-            [plane for layer in layers for plane in pool.planes(layer, self.unit)] for pool in self.pools
+            [plane for layer in layers for plane in pool.planes(layer, unit)] for pool in self.pools
         )
         return LayerGroup(layers, device_views, host_views, 0, entry_bytes)
