@@ -1,6 +1,6 @@
-"""Writes the tables of the README from results of bench_transfer_kv.py.
+"""Writes the tables of the README from results of the benchmarks.
 
-python benchmark/write_tables.py benchmark/results/h200.json benchmark/results/cpu.json
+python benchmark/write_tables.py benchmark/results/h200.json benchmark/results/h200_*.json
 """
 
 import json
@@ -97,12 +97,78 @@ def cpu_table(record: Row) -> list[str]:
     ]
 
 
+def origin(record: Row) -> str:
+    return "{device}, torch {torch}, commit {commit}".format(**record["machine"])
+
+
+def method_tables(record: Row) -> list[str]:
+    """Of bench_methods.py and bench_engine.py."""
+    results, lines = record["results"], []
+    forms = {
+        "pages": "{gbps:.1f} GB/s, {of_link:.2f} of CE",
+        "gemm": "{gemm_slower:+.1%}, transfer {of_link:.2f} of CE",
+        "history": "{gbps:.1f} GB/s, {of_link:.2f} of CE, runs of {mean_run:,.0f} slots",
+    }
+    titles = {
+        "pages": "Methods",
+        "gemm": "The matrix product beside them, slower by",
+        "history": "Through the engine, after a long history of allocations, page size 1",
+    }
+    for section, form in forms.items():
+        rows = [
+            [case, *(cell(of.get(way), form) for way in ("load", "store"))]
+            for case, of in pairs(results, section).items()
+        ]
+        if rows:
+            lines += [
+                f"{titles[section]} ({origin(record)}):",
+                "",
+                *table(["case", "load", "store"], rows),
+            ]
+    both = [
+        [row["case"], f"{row['gbps']:.1f}", f"{row['of_copies']:.2f}" if "of_copies" in row else ""]
+        for row in results
+        if row["section"] == "both"
+    ]
+    if both:
+        lines += ["Load and store at once:", "", *table(["case", "GB/s", "of two big copies"], both)]
+    return lines
+
+
+def time_table(record: Row) -> list[str]:
+    """Host times, and loads beside a forward pass, of bench_engine.py and bench_compile.py."""
+    rows = []
+    for row in record["results"]:
+        if "of_longer" in row:
+            text = "compute {compute_ms:.1f} ms, load {load_ms:.1f} ms, both {total_ms:.1f} ms: "
+            text += "{of_longer:.2f} of the longer"
+        elif "of_pool" in row:
+            text = "{of_pool:+.2%} of the pool"
+        elif row["section"] in ("compile", "submit"):
+            text = "{us:.1f} us"
+        else:
+            continue
+        rows.append([row["case"], text.format(**row)])
+    if not rows:
+        return []
+    return [
+        f"Engine, compiled and captured graphs ({origin(record)}):",
+        "",
+        *table(["case", "figure"], rows),
+    ]
+
+
 def main() -> int:
     lines: list[str] = []
     for path in sys.argv[1:]:
         record = json.loads(Path(path).read_text())
-        lines += device_tables(record) if record["link_gbps"] else []
-        lines += cpu_table(record)
+        sections = {row["section"] for row in record["results"]}
+        if "rows" in sections:
+            lines += device_tables(record)
+        if "cpu" in sections:
+            lines += cpu_table(record)
+        if "rows" not in sections:
+            lines += method_tables(record) + time_table(record)
     text = README.read_text()
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     README.write_text(before + BEGIN + "\n\n" + "\n".join(lines) + "\n" + END + after)
