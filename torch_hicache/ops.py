@@ -37,11 +37,16 @@ def transfer_kv(
         slot_dim: the dimension that the indices address; negative counts from the end.
         count: one int32 or int64 element; only the first `count` entries move. On the accelerator
             when both index tensors are, else on the CPU.
-        method: "auto", "kernel" (compute units), "copy_engine" or "staged" (both need an accelerator).
+        method: "kernel": compute units read and write both pools; any row size, any indices, captures.
+            "copy_engine": both index tensors on the CPU; runs of neighbouring slots go to the DMA engine.
+            "staged": the host pool's indices on the CPU; the copy engine moves between the host pool and
+            buffers on the device, a kernel between these and the device pool. "auto" chooses, see
+            `torch_hicache.explain`. The CPU has a loop, which "auto" and "kernel" mean.
         max_blocks: the most thread blocks that a kernel may occupy; 0 takes the tuned number.
 
     A host pool that a kernel reads or writes must be memory that the device can reach: see
-    `torch_hicache.empty_host`. Duplicate sources are exact. Of duplicate destinations the last wins with
+    `torch_hicache.empty_host`. Pageable memory is left to the copy engine, which may block the host; that
+    needs the host pool's indices on the CPU. Duplicate sources are exact. Of duplicate destinations the last wins with
     CPU indices; with device indices it is unspecified which source wins.
 
     Streams: the work is ordered on the accelerator's current stream, the call does not wait for it, and
