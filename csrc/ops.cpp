@@ -63,12 +63,22 @@ void refuse(const std::vector<Tensor>&, const std::vector<Tensor>&, const Tensor
   throw std::invalid_argument(std::string("[transfer_kv] ") + reason + ".");
 }
 
+template <const char* reason>
+std::string refuse_to_explain(const std::vector<Tensor>& dst, const std::vector<Tensor>& src,
+                              const Tensor& dst_indices, const Tensor& src_indices, int64_t slot_dim,
+                              const std::optional<Tensor>& count, const std::string& method,
+                              int64_t max_blocks) {
+  refuse<reason>(dst, src, dst_indices, src_indices, slot_dim, count, method, max_blocks);
+  return "";
+}
+
 }  // namespace
 }  // namespace hicache
 
-#define HICACHE_REFUSE(key, reason)                                      \
-  STABLE_TORCH_LIBRARY_IMPL(hicache, key, m) {                           \
-    m.impl("transfer_kv", TORCH_BOX(&hicache::refuse<hicache::reason>)); \
+#define HICACHE_REFUSE(key, reason)                                             \
+  STABLE_TORCH_LIBRARY_IMPL(hicache, key, m) {                                  \
+    m.impl("transfer_kv", TORCH_BOX(&hicache::refuse<hicache::reason>));        \
+    m.impl("explain", TORCH_BOX(&hicache::refuse_to_explain<hicache::reason>)); \
   }
 HICACHE_REFUSE(SparseCPU, kSparse)
 HICACHE_REFUSE(SparseCUDA, kSparse)

@@ -33,6 +33,19 @@ int64_t count_launches(const TransferArgs& args, bool is_dst_host) {
   return launches;
 }
 
+}  // namespace
+
+int64_t moved_bytes(const TransferArgs& args) {
+  int64_t entries = args.num_entries;
+  if (args.has_cpu_indices() && !args.is_empty()) {
+    entries = 0;
+    for_each_entry(args, 0, args.num_entries, [&](int64_t, int64_t) { ++entries; });
+  }
+  return entries * args.bytes_per_entry();
+}
+
+namespace {
+
 int64_t ceil_divide(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
@@ -93,7 +106,7 @@ Plan kernel_plan(const Call& call, const Parts&... reason) {
             0,
             0,
             call.args.is_empty() ? 0 : count_launches(call.args, call.is_dst_host()),
-            call.bytes(),
+            moved_bytes(call.args),
             concat(reason...)};
   return plan;
 }

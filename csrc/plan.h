@@ -42,6 +42,9 @@ struct Plan {
 Plan choose_method(const TransferArgs& args, Direction direction, bool capturing, const MethodTable& table,
                    bool explains);
 
+// What a call moves, as far as the host can tell: padding among indices on the device is counted.
+int64_t moved_bytes(const TransferArgs& args);
+
 // A plan as one JSON object.
 std::string plan_text(const Plan& plan);
 

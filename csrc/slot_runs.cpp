@@ -20,9 +20,10 @@ namespace {
                                  " (-1 skips an entry)."));
 }
 
-// A search for the first bad position, shared by the threads that check parts of the indices.
+// A search for the first bad position, shared by the threads that copy and check parts of the indices.
 struct RangeCheck {
   const IndexView& indices;
+  int64_t* copy;
   int64_t slots;
   std::atomic<int64_t> first_bad;
 };
@@ -32,11 +33,14 @@ void check_part(int64_t begin, int64_t end, void* context) {
   RangeCheck& check = *static_cast<RangeCheck*>(context);
   const Index* data = static_cast<const Index*>(check.indices.data);
   const int64_t stride = check.indices.stride, slots = check.slots;
+  int64_t* copy = check.copy;
+  for (int64_t i = begin; i < end; ++i)
+    copy[i] = data[i * stride];
   bool is_bad = false;  // no branch in the loop, for the compiler's sake
   for (int64_t i = begin; i < end; ++i)
-    is_bad |= data[i * stride] < -1 || data[i * stride] >= slots;
+    is_bad |= copy[i] < -1 || copy[i] >= slots;
   for (int64_t i = begin; is_bad && i < end; ++i)
-    if (data[i * stride] < -1 || data[i * stride] >= slots) {
+    if (copy[i] < -1 || copy[i] >= slots) {
       int64_t known = check.first_bad;
       while (i < known && !check.first_bad.compare_exchange_weak(known, i)) {
       }
@@ -44,16 +48,23 @@ void check_part(int64_t begin, int64_t end, void* context) {
     }
 }
 
-void check_range(const IndexView& indices, int64_t num_entries, int64_t slots, const char* name) {
+// Lets `indices` name a checked copy.
+std::unique_ptr<int64_t[]> read_indices(IndexView& indices, int64_t num_entries, int64_t slots,
+                                        const char* name) {
   constexpr int64_t kEntriesPerTask = int64_t{1} << 16;
-  RangeCheck check{indices, slots, {num_entries}};
+  std::unique_ptr<int64_t[]> copy(new int64_t[num_entries]);
+  RangeCheck check{indices, copy.get(), slots, {num_entries}};
   const auto part = indices.is_int64 ? check_part<int64_t> : check_part<int32_t>;
   if (num_entries <= kEntriesPerTask)
     part(0, num_entries, &check);
   else
     TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, num_entries, kEntriesPerTask, part, &check));
   if (check.first_bad < num_entries)
-    throw_out_of_range(name, check.first_bad, indices[check.first_bad], slots);
+    throw_out_of_range(name, check.first_bad, copy[check.first_bad], slots);
+  indices.data = copy.get();
+  indices.stride = 1;
+  indices.is_int64 = true;
+  return copy;
 }
 
 // A set of slots: one bit a slot where that is small beside the work, else a hash table.
@@ -210,9 +221,9 @@ void check_overlap(const TransferArgs& args) {
 
 void check_cpu_indices(TransferArgs& args) {
   if (args.dst_indices.is_cpu)
-    check_range(args.dst_indices, args.num_entries, args.dst_slots, "dst_indices");
+    args.checked_dst_indices = read_indices(args.dst_indices, args.num_entries, args.dst_slots, "dst_indices");
   if (args.src_indices.is_cpu)
-    check_range(args.src_indices, args.num_entries, args.src_slots, "src_indices");
+    args.checked_src_indices = read_indices(args.src_indices, args.num_entries, args.src_slots, "src_indices");
   if (args.groups.empty())
     return;
   if (args.has_cpu_indices())

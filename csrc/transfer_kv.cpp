@@ -286,7 +286,7 @@ bool planes_meet(const std::vector<Loop>& dims, size_t next, int64_t distance, i
 }
 
 // Destination planes that share bytes would race for them. Equal addresses are found in any list, shifted
-// views where the planes have one distance between neighbours; the rest is the caller's to get right.
+// views among planes of one geometry; the rest is the caller's to get right.
 void check_distinct_addresses(const std::vector<Extent>& dst_extents) {
   std::vector<std::pair<const char*, int32_t>> planes;
   for (const Extent& extent : dst_extents)
@@ -298,17 +298,41 @@ void check_distinct_addresses(const std::vector<Extent>& dst_extents) {
                         "] share memory; a destination must be named once.");
 }
 
-// For planes that join_planes has made a loop.
-void check_planes_apart(const PlaneGroup& group, int64_t dst_slots) {
-  std::vector<Loop> dims(group.loops.begin() + 1, group.loops.end());
+std::vector<Loop> dims_of_a_plane(const PlaneGroup& group, size_t first_loop, int64_t dst_slots) {
+  std::vector<Loop> dims(group.loops.begin() + first_loop, group.loops.end());
   if (dst_slots > 1)
     dims.push_back({dst_slots, group.dst_slot_stride_bytes, 0});
   std::sort(dims.begin(), dims.end(),
             [](const Loop& a, const Loop& b) { return a.dst_stride_bytes > b.dst_stride_bytes; });
-  const Loop& planes = group.loops[0];
-  for (int64_t i = 1; i < planes.size; ++i)
-    if (planes_meet(dims, 0, i * planes.dst_stride_bytes, group.chunk_bytes))
-      throw_value_error("two tensors of dst share memory (shifted views?); a destination must be named once.");
+  return dims;
+}
+
+void check_planes_apart(const PlaneGroup& group, bool is_joined, int64_t dst_slots) {
+  const auto refuse = [] {
+    throw_value_error("two tensors of dst share memory (shifted views?); a destination must be named once.");
+  };
+  if (is_joined) {
+    const std::vector<Loop> dims = dims_of_a_plane(group, 1, dst_slots);
+    const Loop& planes = group.loops[0];
+    for (int64_t i = 1; i < planes.size; ++i)
+      if (planes_meet(dims, 0, i * planes.dst_stride_bytes, group.chunk_bytes))
+        refuse();
+    return;
+  }
+  if (group.planes.size() < 2)
+    return;
+  const std::vector<Loop> dims = dims_of_a_plane(group, 0, dst_slots);
+  int64_t reach = group.chunk_bytes;
+  for (const Loop& dim : dims)
+    reach += (dim.size - 1) * dim.dst_stride_bytes;
+  std::vector<const char*> begins;
+  for (const PlaneAddress& plane : group.planes)
+    begins.push_back(plane.dst);
+  std::sort(begins.begin(), begins.end());
+  for (size_t i = 0; i < begins.size(); ++i)
+    for (size_t k = i + 1; k < begins.size() && begins[k] - begins[i] < reach; ++k)
+      if (planes_meet(dims, 0, begins[k] - begins[i], group.chunk_bytes))
+        refuse();
 }
 
 // Planes with one distance between neighbours on each side are a loop: a list of views of one pool
@@ -475,8 +499,7 @@ TransferArgs plan_transfer(const std::vector<Tensor>& dst, const std::vector<Ten
     add_pair(args, dst_views[i], src_views[i], slot_dim, i, map);
   check_distinct_addresses(args.dst_extents);
   for (PlaneGroup& group : args.groups)
-    if (join_planes(group))
-      check_planes_apart(group, args.dst_slots);
+    check_planes_apart(group, join_planes(group), args.dst_slots);
   check_cpu_indices(args);
   return args;
 }

@@ -9,6 +9,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -116,6 +117,11 @@ struct TransferArgs {
   int64_t num_entries = 0;  // a `count` on the CPU is already applied
   IndexView count;          // on the accelerator; data is null without one
 
+  // Copies of the indices on the CPU, which `dst_indices` and `src_indices` then name: what was checked is what
+  // is used, also where a destination or another thread overwrites the caller's.
+  std::unique_ptr<int64_t[]> checked_dst_indices;
+  std::unique_ptr<int64_t[]> checked_src_indices;
+
   // Entries (of indices on the CPU) whose destination a later entry writes again; empty without any.
   std::vector<bool> overwritten;
 
@@ -160,7 +166,7 @@ TransferArgs plan_transfer(const std::vector<Tensor>& dst, const std::vector<Ten
                            const std::optional<Tensor>& count, std::string_view method, int64_t max_blocks,
                            const HostMemoryMap* map = nullptr);
 
-// The second half of plan_transfer, in slot_runs.cpp: reads the indices that are on the CPU, checks
+// The second half of plan_transfer, in slot_runs.cpp: reads the indices that are on the CPU, once, checks
 // their ranges, fills `overwritten` and refuses overlap.
 void check_cpu_indices(TransferArgs& args);
 

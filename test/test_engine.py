@@ -225,14 +225,16 @@ BAD_ENGINES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: TransferEngine(
             make_pools((0,))[0], HostPool([PlaneSpec("k", (3, 8), torch.int8)], 1, 8, device="cpu")
         ),
-        "dst and src must have the same number of tensors, got 2 and 1.",
+        "both pools must have the same planes in the same order, got 'k' [3, 8] bfloat16, 'v' [5] "
+        "float32 (device) and 'k' [3, 8] int8 (host).",
     ),
     "dtype": (
         lambda: TransferEngine(
             DevicePool([PlaneSpec("k", (3, 8), torch.bfloat16)], 1, 8, "cpu"),
             HostPool([PlaneSpec("k", (3, 8), torch.int8)], 1, 8, device="cpu"),
         ),
-        "dst[0] and src[0] must have the same dtype, got bfloat16 and int8.",
+        "both pools must have the same planes in the same order, got 'k' [3, 8] bfloat16 (device) and "
+        "'k' [3, 8] int8 (host).",
     ),
     "page size": (
         lambda: TransferEngine(make_pools(page_size=4)[0], make_pools(page_size=8)[1], unit="page"),
@@ -432,3 +434,27 @@ def test_the_examples_of_the_documentation() -> None:
     exec(blocks[1], names)
     assert int(names["total"]) == 4 * 64 * 8 * 128 * 4
     assert names["engine"].stats()["load"]["transfers"] == 1
+
+
+def test_pools_must_have_the_same_planes_in_the_same_order() -> None:
+    one, two = PlaneSpec("k", (2, 4), torch.half), PlaneSpec("v", (2, 4), torch.half)
+    device, host = DevicePool([one, two], 2, 8, "cpu"), HostPool([two, one], 2, 8)
+    with pytest.raises(ValueError, match=r"same planes in the same order, got 'k' \[2, 4\] float16, 'v'"):
+        TransferEngine(device, host)
+    with pytest.raises(
+        ValueError, match="must be a DevicePool and host_pool a HostPool, got HostPool and"
+    ):
+        TransferEngine(host, device)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got NoneType and HostPool"):
+        TransferEngine(None, host)  # type: ignore[arg-type]
+
+
+def test_indices_and_layers_of_another_kind() -> None:
+    with TransferEngine(*make_pools()) as engine:
+        for host, text in (([0], "got list"), (ints(0, 1).to_sparse(), "of layout torch.sparse_coo")):
+            with pytest.raises(ValueError, match=text):
+                engine.load(host, ints(0))  # type: ignore[arg-type]
+        for layers in (2, [2.0], ["2"], {"a"}):
+            with pytest.raises(ValueError, match="layers must be layer ids or 'all'"):
+                engine.load(ints(0), ints(0), layers=layers)  # type: ignore[arg-type]
+        engine.load(ints(0), ints(0), layers=torch.tensor([5, 2])).wait()  # type: ignore[arg-type]

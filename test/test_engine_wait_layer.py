@@ -98,10 +98,28 @@ def test_a_failed_load_is_told_once_though_another_followed(gated: tuple) -> Non
     engine.load(H, D, layers="all").wait()
     for layer in (2, 3):
         wait_layer([], engine.handle, layer)
-    with pytest.raises(RuntimeError, match="the link is down"):
-        wait_layer([], engine.handle, 8)
+    for layer in (8, 5):
+        with pytest.raises(RuntimeError, match="the link is down"):
+            wait_layer([], engine.handle, layer)
     for layer in LAYERS:
         wait_layer([], engine.handle, layer)
+
+
+def test_no_layer_of_the_newest_load_is_ready_once_it_failed(gated: tuple) -> None:
+    engine, _, _ = gated
+    with failing_layers(3):
+        ticket = engine.load(H, D, layers="all")
+        with pytest.raises(RuntimeError, match="the link is down"):
+            ticket.wait()
+    for _ in range(2):  # whoever has been told
+        wait_layer([], engine.handle, 2)
+        for layer in (3, 5, 8):
+            with pytest.raises(RuntimeError, match="the link is down"):
+                wait_layer([], engine.handle, layer)
+    engine.load(H, D, layers=[5]).wait()
+    wait_layer([], engine.handle, 5)
+    with pytest.raises(RuntimeError, match="the link is down"):
+        wait_layer([], engine.handle, 8)
 
 
 def test_an_error_that_the_ticket_has_told_is_not_told_again(gated: tuple) -> None:

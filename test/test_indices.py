@@ -246,3 +246,14 @@ def test_index_abuse_crashes_nothing(device: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["refused", str(len(placements(device)) * (9 * 3 + 4))]
+
+
+def test_indices_may_lie_in_a_destination() -> None:
+    """They are read before the first byte moves: what the call writes over them does not count."""
+    for wild in (5, 10**14):
+        first, second = (torch.zeros(8, 1, dtype=torch.int64) for _ in range(2))
+        first[:4, 0] = torch.arange(4)
+        src = torch.full((8, 1), wild, dtype=torch.int64)
+        transfer_kv([first, second], [src, src], first[:4, 0], torch.arange(4))
+        assert second[:4, 0].tolist() == [wild] * 4
+        assert second[4:, 0].tolist() == [0] * 4

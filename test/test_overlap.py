@@ -158,6 +158,18 @@ def test_text_names_the_slots() -> None:
         transfer_kv([tensor], [tensor], torch.tensor([4, 5, 6]), torch.tensor([2, 3, 4]))
 
 
+def test_destinations_without_one_distance_that_share_bytes(device: str) -> None:
+    flat, far = pool(device, 64), pool(device, 4, 4)
+    src = [pool(device, 4, 4) for _ in range(3)]
+    both = torch.arange(2), torch.arange(2)
+    views = [flat[:16].view(4, 4), flat[33:49].view(4, 4), flat[2:18].view(4, 4)]
+    for dst in (views, views[::-1], [views[0], far, views[2]]):
+        with unchanged([flat, far]), pytest.raises(ValueError, match="share memory"):
+            transfer_kv(dst, src, *both)
+    interleaved = pool(device, 4, 8, 4)  # layers 0, 2 and 5 of a page_first pool
+    check_transfer([interleaved[:, layer] for layer in (0, 2, 5)], src, *both)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_destinations_that_share_bytes(device: str, seed: int) -> None:
     """Two views of one buffer: refused where a byte is common, else right."""

@@ -167,7 +167,7 @@ class Texts(expecttest.TestCase):
 def test_explain_on_the_cpu() -> None:
     pool = torch.zeros(8, 16, dtype=torch.uint8)
     found = explain([pool], [pool.clone()], torch.tensor([1, 2]), torch.tensor([3, -1]))
-    assert found == Plan("kernel", 0, 0, 1, 32, "both pools are on the CPU")
+    assert found == Plan("kernel", 0, 0, 1, 16, "both pools are on the CPU")
     with pytest.raises(IndexError, match=r"dst_indices\[0\] is 8"):
         explain([pool], [pool.clone()], torch.tensor([8]), torch.tensor([0]))
 
@@ -183,3 +183,14 @@ def test_a_table_must_make_sense() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             plan("load", RUN, RUN, table=table)
+
+
+def test_explain_refuses_what_the_call_refuses_and_counts_what_moves() -> None:
+    one, two = torch.zeros(4, 2), torch.ones(4, 2)
+    assert explain([one], [two], torch.tensor([-1, -1]), torch.tensor([0, 1])).bytes == 0
+    assert explain([one], [two], torch.tensor([0, 0]), torch.tensor([0, 1])).bytes == 8
+    at = torch.tensor([0])
+    with pytest.raises(ValueError, match="conjugate and negated views are refused"):
+        explain([one.to(torch.complex64).conj()], [two.to(torch.complex64)], at, at)
+    with pytest.raises(ValueError, match="sparse and nested tensors are refused"):
+        explain([one.to_sparse()], [two], at, at)

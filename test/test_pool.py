@@ -344,8 +344,11 @@ def test_tensors_that_do_not_fit_together_are_refused(planes: dict, options: dic
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"planes": []}, r"\[HostPool\] planes must have a name each, got \[\]"),
-        ({"planes": [KEY, KEY]}, r"\[HostPool\] planes must have a name each, got \['key', 'key'\]"),
+        ({"planes": []}, r"\[HostPool\] planes must be one or more, of different names, got \[\]"),
+        (
+            {"planes": [KEY, KEY]},
+            r"\[HostPool\] planes must be one or more, of different names, got \['key', 'key'\]",
+        ),
         ({"num_layers": 0}, r"\[HostPool\] num_layers must be 1 or more, .*, got 0"),
         ({"num_layers": [0, 3, 0]}, r"\[HostPool\] num_layers must be .*, got \[0, 3, 0\]"),
         ({"num_layers": [-1, 0]}, r"\[HostPool\] num_layers must be .*, got \[-1, 0\]"),
@@ -484,3 +487,46 @@ def test_a_device_view_shares_memory_and_slots() -> None:
 def test_on_the_cpu_a_pool_is_its_own_view() -> None:
     pool = HostPool([KEY], 1, 4)
     assert pool.device_view() is pool
+
+
+@pytest.mark.parametrize("layers", [[0.5, 2], True, ["a", "b"], [True, 0], 1.0, None])
+def test_layer_ids_are_integers(layers: object) -> None:
+    with pytest.raises(ValueError, match="num_layers must be 1 or more, or ids of 0 or more, once each"):
+        DevicePool([KEY], layers, 4, "cpu")  # type: ignore[arg-type]
+
+
+def test_a_row_shape_may_be_a_list() -> None:
+    spec = PlaneSpec("key", [2, 4], torch.half)  # type: ignore[arg-type]
+    assert spec == PlaneSpec("key", (2, 4), torch.half)
+    assert HostPool([spec], 2, 4).planes(0)[0].shape == (4, 2, 4)
+
+
+@pytest.mark.parametrize("num_slots", [1 << 45, 1 << 50, 1 << 62, 1 << 70])
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_a_pool_that_no_machine_holds_is_refused_before_anything_is_allocated(
+    kind: str, num_slots: int
+) -> None:
+    plane = PlaneSpec("key", (2,), torch.uint8)
+    with pytest.raises(MemoryError, match=r"Pool\] asked for .*free for this process are"):
+        HostPool([plane], 1, num_slots) if kind == "host" else DevicePool([plane], 1, num_slots, "cpu")
+
+
+def test_n_is_an_integer() -> None:
+    pool = DevicePool([KEY], 1, 8, "cpu")
+    for n in (2.0, "2", None):
+        with pytest.raises(ValueError, match=r"\[allocate\] n must be an integer"):
+            pool.allocate(n)  # type: ignore[arg-type]
+    assert pool.allocate(torch.tensor(2)).tolist() == [0, 1]  # type: ignore[arg-type]
+    assert pool.available == 6
+
+
+def test_adopted_tensors_must_be_what_a_transfer_can_serve() -> None:
+    one = torch.zeros(5, 3)
+    for planes, text in (
+        ({"key": [one, one]}, "share memory"),
+        ({"key": torch.zeros(1, 5, 3).expand(2, 5, 3)}, "share memory"),
+        ({"key": torch.zeros(2, 5, 3, requires_grad=True)}, "requires grad"),
+        ({"key": [one.to_sparse(), one.to_sparse()]}, "sparse"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            DevicePool.adopt(planes)

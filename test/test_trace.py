@@ -1,5 +1,6 @@
 """Serving traces: what the reader takes, what it refuses and how it says so, and the generator."""
 
+import codecs
 import json
 import os
 import re
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from torch_hicache import trace
 from torch_hicache.trace import (
     BLOCK_TOKENS,
     Request,
@@ -160,3 +162,16 @@ def test_the_real_trace() -> None:
     assert len(requests) == 3000
     assert sum(len(request.hash_ids) for request in requests) == 80619
     assert max(request.input_length for request in requests) == 123192
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    line = Request(0.0, 512, 1, (7,)).to_json()
+    path = tmp_path / "marked.jsonl"
+    path.write_bytes(codecs.BOM_UTF8 + f"{line}\n{line}\n".encode())
+    assert len(read_trace(path)) == 2
+
+
+def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "_MAX_LINE_BYTES", 1 << 16)
+    with pytest.raises(TraceError, match=r"/dev/zero:1: a line must be at most 65,536 bytes"):
+        read_trace("/dev/zero")

@@ -70,6 +70,11 @@ class TransferEngine:
         group_bytes: int = 4 << 20,
         runtime: Runtime | None = None,
     ) -> None:
+        if not isinstance(device_pool, DevicePool) or not isinstance(host_pool, HostPool):
+            raise ValueError(
+                "[TransferEngine] device_pool must be a DevicePool and host_pool a HostPool, got "
+                f"{type(device_pool).__name__} and {type(host_pool).__name__}."
+            )
         if unit is None:
             unit = "slot" if device_pool.has_slots and host_pool.has_slots else "page"
         if on_full not in ("block", "raise"):
@@ -91,8 +96,9 @@ class TransferEngine:
         self._hazards = Hazards(DIRECTIONS, (self._pair.device_size, self._pair.host_size))
         self._numbers = itertools.count(1)
         self._layer_events: dict[int, LayerEvent] = {}
-        # Failed loads that have ended, whose error nobody may have been told of.
-        self._untold: deque[Ticket] = deque(maxlen=max_in_flight)
+        self._newest_load: dict[int, int] = {}  # of each layer: the number of its ticket
+        # Failed loads that have ended: their layers are not ready.
+        self._failed_loads: deque[Ticket] = deque(maxlen=max_in_flight)
         self._process = os.getpid()
         self.handle = next(_handles)
         _engines[self.handle] = self
@@ -180,6 +186,8 @@ class TransferEngine:
         """Submit. Whatever fails on the way, what was submitted has an event and a watcher at the end."""
         stream = self._streams[ticket.direction]
         ticket.number = next(self._numbers)
+        if ticket.direction == "load":
+            self._newest_load |= dict.fromkeys(ticket.layers, ticket.number)
         events = ticket._events
         try:
             stream.wait_event(self._runtime.record_current())
@@ -208,7 +216,7 @@ class TransferEngine:
             self._pair.release(slots)
         finally:
             if ticket.direction == "load" and ticket.error is not None and not ticket.cancelled:
-                self._untold.append(ticket)
+                self._failed_loads.append(ticket)
             self._in_flight.remove(ticket.direction, ticket.nbytes, ticket)
 
     # --- torch.ops.hicache.wait_layer -----------------------------------------------------------
@@ -226,8 +234,9 @@ class TransferEngine:
         loads = [ticket for ticket in self._in_flight.newest_first("load") if ticket._has(layer)]
         if loads:  # one stream: the older ones come first
             self._runtime.current_wait(loads[0]._event_of(layer))
-        for ticket in (*loads, *self._untold.copy()):
-            error = ticket._untold_error_of(layer)
+        newest = self._newest_load.get(layer)
+        for ticket in (*loads, *self._failed_loads.copy()):
+            error = ticket._error_for_layer(layer, is_newest=ticket.number == newest)
             if error is not None:
                 raise error
 

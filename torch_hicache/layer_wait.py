@@ -27,8 +27,10 @@ def wait_layer(pool: Sequence[Tensor], engine: int, layer: int) -> None:
 
     Raises:
         ValueError: there is no such engine or layer.
-        The error of a load, for the layer in which it happened and those behind it: once, unless the
-        ticket has told someone before. Replays of captured graphs run no host code and raise nothing.
+        The error of a load, for the layer in which it happened and those behind it: at every call until
+        another load of the layer follows, or the ticket is given up by `cancel`; from then on once for
+        each layer, unless the ticket has told someone before. Replays of captured graphs run no host
+        code and raise nothing.
     """
     torch.ops.hicache.wait_layer(pool, engine, layer)
 

@@ -36,6 +36,9 @@ class PlaneSpec:
     row_shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "row_shape", tuple(self.row_shape))  # a list or a torch.Size will do
+
     @property
     def row_bytes(self) -> int:
         return math.prod(self.row_shape) * self.dtype.itemsize

@@ -46,8 +46,8 @@ def transfer_kv(
 
     A host pool that a kernel reads or writes must be memory that the device can reach: see
     `torch_hicache.empty_host`. Pageable memory is left to the copy engine, which may block the host; that
-    needs the host pool's indices on the CPU. Duplicate sources are exact. Of duplicate destinations the last wins with
-    CPU indices; with device indices it is unspecified which source wins.
+    needs the host pool's indices on the CPU. Duplicate sources are exact. Of duplicate destinations the
+    last wins with CPU indices; with device indices it is unspecified which source wins.
 
     Streams: the work is ordered on the accelerator's current stream, the call does not wait for it, and
     it can be captured in a CUDA graph when both index tensors are on the device. Tensors must stay

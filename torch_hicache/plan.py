@@ -106,6 +106,8 @@ def set_method_table(device: torch.device | str, table: MethodTable) -> None:
     Raises:
         ValueError: a negative value, or less than one staging buffer of 64 KiB.
     """
+    if torch.device(device).type == "cpu":
+        raise ValueError("[method_table] the CPU has one method only, so no table.")
     torch.ops.hicache.set_method_table(torch.empty(0, device=device), table.values())
 
 

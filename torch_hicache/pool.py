@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_hicache.host_memory import device_view, empty_host
 from torch_hicache.layout import UNITS, PlaneSpec, PoolShape
+from torch_hicache.memory_budget import host_memory_budget
 from torch_hicache.slot_allocator import SlotAllocator
 
 
@@ -46,10 +47,21 @@ class Pool:
         """Check and set what a slot holds."""
         names = [spec.name for spec in specs]
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"[{self._name}] planes must have a name each, got {names}.")
-        ids = tuple(range(layers)) if isinstance(layers, int) else tuple(layers)
-        if not ids or len(set(ids)) < len(ids) or min(ids) < 0:
-            shown = layers if isinstance(layers, int) else list(ids)
+            raise ValueError(
+                f"[{self._name}] planes must be one or more, of different names, got {names}."
+            )
+        ids: tuple[int, ...] = ()
+        is_count = isinstance(layers, int) and not isinstance(layers, bool)
+        if isinstance(layers, int):
+            ids = tuple(range(layers)) if is_count else ()
+        elif isinstance(layers, Sequence):
+            ids = tuple(layers)
+        if (
+            not ids
+            or any(not isinstance(layer, int) or isinstance(layer, bool) or layer < 0 for layer in ids)
+            or len(set(ids)) < len(ids)
+        ):
+            shown = list(ids) if ids and not is_count else layers
             raise ValueError(
                 f"[{self._name}] num_layers must be 1 or more, or ids of 0 or more, once each, "
                 f"got {shown}."
@@ -65,6 +77,8 @@ class Pool:
             for spec in self.specs
         ]
         self.num_slots, self.page_size, self.layout = num_slots, page_size, layout
+        # What the allocator keeps for each page, before it asks for as much.
+        host_memory_budget().check(self._name, self.num_pages * SlotAllocator.BYTES_PER_PAGE)
         self._allocator = SlotAllocator(num_slots, page_size)
 
     @property
@@ -272,7 +286,8 @@ class DevicePool(Pool):
         them alone; `hold` and `release` need no allocation.
 
         Raises:
-            ValueError: tensors that are not the same layers, slots, rows and device.
+            ValueError: tensors that are not the same layers, slots, rows and device, or that
+                `transfer_kv` can't write.
         """
         if not planes:
             raise ValueError("[DevicePool] adopt needs a plane, got none.")
@@ -302,6 +317,9 @@ class DevicePool(Pool):
                 f"[DevicePool] layer_ids must name the {len(first)} layers of the planes, "
                 f"got {len(layers)}."
             )
+        everything = [tensor for column in columns.values() for tensor in column]
+        nothing = torch.empty(0, dtype=torch.int64)
+        torch.ops.hicache.transfer_kv(everything, everything, nothing, nothing)  # all its refusals
         pool = cls.__new__(cls)
         pool._declare(specs, layers)
         pool._set_slots(first[0].shape[0], page_size, "adopted")

@@ -1,11 +1,13 @@
 """What an engine knows of its two pools: views for some layers, checked indices, holds on slots."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from torch_hicache.layout import PlaneSpec
 from torch_hicache.pool import DevicePool, HostPool
 
 # Views are made once for each choice of layers; an engine uses a few choices again and again.
@@ -39,6 +41,11 @@ class PoolPair:
     def __init__(self, device_pool: DevicePool, host_pool: HostPool, unit: str) -> None:
         self.device_pool, self.host_pool, self.unit = device_pool, host_pool, unit
         self.pools = (device_pool, host_pool)
+        if device_pool.specs != host_pool.specs:
+            raise ValueError(
+                "[TransferEngine] both pools must have the same planes in the same order, got "
+                f"{_shown(device_pool.specs)} (device) and {_shown(host_pool.specs)} (host)."
+            )
         if device_pool.layer_ids != host_pool.layer_ids:
             raise ValueError(
                 "[TransferEngine] both pools must have the same layers in the same order, got "
@@ -142,6 +149,12 @@ class PoolPair:
             if layers != "all":
                 raise ValueError(f"[TransferEngine] layers must be layer ids or 'all', got '{layers}'.")
             layers = self.layers
+        try:
+            layers = [operator.index(layer) for layer in layers]
+        except TypeError:
+            raise ValueError(
+                f"[TransferEngine] layers must be layer ids or 'all', got {layers!r}."
+            ) from None
         if not layers or len(set(layers)) < len(layers):
             raise ValueError(
                 f"[TransferEngine] layers must be one or more, once each, got {list(layers)}."
@@ -165,6 +178,11 @@ class PoolPair:
             pool.hold(of_pool, unit=self.unit)
 
     def _check_form(self, indices: Tensor, name: str) -> None:
+        if not isinstance(indices, Tensor) or indices.layout != torch.strided:
+            raise ValueError(
+                f"[TransferEngine] {name} must be a plain tensor, got {type(indices).__name__}"
+                f"{f' of layout {indices.layout}' if isinstance(indices, Tensor) else ''}."
+            )
         if indices.dtype not in (torch.int32, torch.int64) or indices.dim() != 1:
             raise ValueError(
                 f"[TransferEngine] {name} must be 1-D, int32 or int64, got {list(indices.shape)} of "
@@ -214,3 +232,9 @@ class PoolPair:
             [plane for layer in layers for plane in pool.planes(layer, unit)] for pool in self.pools
         )
         return LayerGroup(layers, device_views, host_views, 0, entry_bytes)
+
+
+def _shown(specs: Sequence[PlaneSpec]) -> str:
+    return ", ".join(
+        f"'{spec.name}' {list(spec.row_shape)} {str(spec.dtype).removeprefix('torch.')}" for spec in specs
+    )

@@ -70,7 +70,11 @@ def has_registrar(device: torch.device) -> bool:
 
 
 def registrar_for(device: torch.device) -> Registrar:
-    return REGISTRARS.get(device.type, OpRegistrar)(device)
+    """RuntimeError where this torch has no such device."""
+    try:
+        return REGISTRARS.get(device.type, OpRegistrar)(device)
+    except AssertionError as error:  # torch's own way to say so
+        raise RuntimeError(f"[host_memory] {device} can't be used: {error}.") from None
 
 
 @dataclass(frozen=True)

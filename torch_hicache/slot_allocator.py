@@ -6,6 +6,7 @@ memory, no device.
 """
 
 import heapq
+import operator
 import threading
 from array import array
 from bisect import bisect_left, insort
@@ -97,6 +98,8 @@ class SlotAllocator:
         page_size: slots in a page. Slots are allocated, freed and held by page.
     """
 
+    BYTES_PER_PAGE = 8 + 8 + 1 + 4 + 8  # two tables of runs, state, holds, and what building them takes
+
     def __init__(self, num_slots: int, page_size: int = 1) -> None:
         self.num_slots, self.page_size = num_slots, page_size
         self.num_pages = num_slots // page_size
@@ -120,6 +123,10 @@ class SlotAllocator:
             ValueError: `n` is negative, or not whole pages.
             MemoryError: fewer are available.
         """
+        try:
+            n = operator.index(n)
+        except TypeError:
+            raise ValueError(f"[allocate] n must be an integer, got {n!r}.") from None
         num_pages = n if self._is_page(unit) else n // self.page_size
         if n < 0 or (unit == "slot" and n % self.page_size):
             raise ValueError(

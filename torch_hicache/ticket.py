@@ -63,7 +63,9 @@ class Ticket:
         self._finishing = False
         self._finished = threading.Event()
         self._lock = threading.Lock()
-        self._told = False  # the error has been raised to someone
+        self._told = False  # the error has been raised to someone who waited for the ticket
+        self._told_layers: set[int] = set()  # and to whom, by wait_layer
+        self._given_up = False
 
     def __repr__(self) -> str:
         state = "running"
@@ -138,7 +140,7 @@ class Ticket:
         """
         check_process(self._process)
         with self._lock:
-            self._told = True
+            self._told = self._given_up = True
             if self._started == self._num_groups or self._failed_group is not None:
                 return False
             self._cancelled = True
@@ -189,12 +191,19 @@ class Ticket:
     def _event_of(self, layer: int) -> Any:
         return self._events[self._group_of[layer]]
 
-    def _untold_error_of(self, layer: int) -> BaseException | None:
-        """The error that keeps a layer from being ready, once, and only if nobody has been told yet."""
-        if self._told or layer not in self._group_of:
+    def _error_for_layer(self, layer: int, *, is_newest: bool) -> BaseException | None:
+        """The error that keeps a layer from being ready, for `torch.ops.hicache.wait_layer`.
+
+        Of the newest load of the layer: always, until `cancel` gives the ticket up. Of an older one,
+        which another load has followed: once, and only if nobody has been told yet.
+        """
+        if layer not in self._group_of or self._given_up:
+            return None
+        if not is_newest and (self._told or layer in self._told_layers):
             return None
         error = self._error_at(self._group_of[layer])
-        self._told = error is not None
+        if error is not None:
+            self._told_layers.add(layer)
         return error
 
     def _move(self, position: int) -> None:

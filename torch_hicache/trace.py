@@ -9,6 +9,7 @@ tokens, the last one possibly not full. An id stands for a block and all that pr
 requests share a prefix as far as their ids agree.
 """
 
+import codecs
 import json
 import math
 import random
@@ -39,6 +40,9 @@ class Request:
         return json.dumps(asdict(self))
 
 
+_MAX_LINE_BYTES = 64 << 20  # far above a request of a million blocks
+
+
 def num_blocks(num_tokens: int) -> int:
     """Blocks that hold so many tokens, the last one possibly not full."""
     return -(-num_tokens // BLOCK_TOKENS)
@@ -53,9 +57,16 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[Request]:
     requests: list[Request] = []
     try:
         with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
+            lines = iter(lambda: file.readline(_MAX_LINE_BYTES + 1), b"")
+            for number, line in enumerate(lines, start=1):
                 if limit is not None and len(requests) >= limit:
                     break
+                if len(line) > _MAX_LINE_BYTES:
+                    raise TraceError(
+                        f"[replay] {path}:{number}: a line must be at most {_MAX_LINE_BYTES:,} bytes."
+                    )
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if not line.isspace():
                     try:
                         requests.append(_parse(line))

@@ -149,7 +149,7 @@ std::string explain_cpu(const std::vector<Tensor>& dst, const std::vector<Tensor
   const TransferArgs args =
       plan_transfer(dst, src, dst_indices, src_indices, slot_dim, count, method, max_blocks);
   Plan plan;
-  plan.bytes = args.num_entries * args.bytes_per_entry();
+  plan.bytes = moved_bytes(args);
   plan.batches = args.is_empty() ? 0 : 1;
   plan.reason = "both pools are on the CPU";
   return plan_text(plan);
