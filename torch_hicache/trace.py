@@ -65,11 +65,10 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[Request]:
                     raise TraceError(
                         f"[replay] {path}:{number}: a line must be at most {_MAX_LINE_BYTES:,} bytes."
                     )
-                if number == 1:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                if not line.isspace():
+                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if not text.isspace():
                     try:
-                        requests.append(_parse(line))
+                        requests.append(_parse(text))
                     except _BadLine as error:
                         raise TraceError(f"[replay] {path}:{number}: {error}.") from None
     except OSError as error:
