@@ -27,6 +27,7 @@ from torch import Tensor
 from torch_hicache.error_scope import ErrorScope
 from torch_hicache.hazards import Hazards
 from torch_hicache.in_flight import DIRECTIONS, InFlight
+from torch_hicache.plan import use_stored_method_table
 from torch_hicache.pool import DevicePool, HostPool
 from torch_hicache.pool_pair import PoolPair, Slots
 from torch_hicache.streams import LayerEvent, Runtime, runtime_for
@@ -46,6 +47,8 @@ class TransferEngine:
         on_full: what a call does when the queue is full: "block" until there is room, or "raise".
         max_in_flight: the most tickets in flight, of both directions together.
         max_in_flight_bytes: the most bytes; None for any number. A larger transfer runs alone.
+        method: of `transfer_kv`, for every transfer. "auto" on CUDA decides by the table that `hicache
+            calibrate` stored, if there is one and `set_method_table` has set none.
         group_bytes: layers that are asked for by name move in groups of at least so many bytes.
         runtime: where streams and events come from; that of the device pool's device without one.
 
@@ -55,7 +58,7 @@ class TransferEngine:
     One engine for a pair of pools: transfers of two engines know nothing of each other's slots.
 
     Raises:
-        ValueError: pools that do not fit together, or a bad option.
+        ValueError: pools that do not fit together, or a bad option, or a method that can't serve them.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class TransferEngine:
         host_pool: HostPool,
         *,
         unit: str | None = None,
+        method: str = "auto",
         on_full: str = "block",
         max_in_flight: int = 256,
         max_in_flight_bytes: int | None = None,
@@ -85,9 +89,12 @@ class TransferEngine:
         for name, value in limits.items():
             if value < 1:
                 raise ValueError(f"[TransferEngine] {name} must be 1 or more, got {value}.")
-        self._pair = PoolPair(device_pool, host_pool, unit)
+        self._pair = PoolPair(device_pool, host_pool, unit, method)
+        self._method = method
         self._group_bytes = group_bytes
         device = device_pool.device
+        if device.type == "cuda":
+            use_stored_method_table(device)
         self._on_device = None if device.type == "cpu" else torch.empty(0, device=device)
         self._runtime: Runtime = runtime_for(device) if runtime is None else runtime
         self._streams = {name: self._runtime.new_stream(f"hicache-{name}") for name in DIRECTIONS}
@@ -169,7 +176,7 @@ class TransferEngine:
         try:
             host_reads_all = all(of_pool is not None for of_pool in slots)
             errors = ErrorScope(None if host_reads_all else self._on_device)
-            ticket = Ticket(direction, groups, indices, self._runtime, errors)
+            ticket = Ticket(direction, groups, indices, self._runtime, errors, method=self._method)
             ticket.num_entries = len(device_indices)
             ticket._on_finish = partial(self._finish, slots)
         except BaseException:

@@ -6,6 +6,7 @@ The choice itself is made in csrc/plan.cpp, by the same code for a call and for 
 import dataclasses
 import json
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,10 @@ def explain(
     return Plan(**json.loads(text))
 
 
+# Set in this process, or looked for: a stored table is read once, and replaces nothing.
+_devices_with_a_table: set[torch.device] = set()
+
+
 def set_method_table(device: torch.device | str, table: MethodTable) -> None:
     """Let "auto" on `device` decide by `table`, in this process and from the next call on.
 
@@ -108,7 +113,9 @@ def set_method_table(device: torch.device | str, table: MethodTable) -> None:
     """
     if torch.device(device).type == "cpu":
         raise ValueError("[method_table] the CPU has one method only, so no table.")
-    torch.ops.hicache.set_method_table(torch.empty(0, device=device), table.values())
+    on_device = torch.empty(0, device=device)
+    torch.ops.hicache.set_method_table(on_device, table.values())
+    _devices_with_a_table.add(on_device.device)
 
 
 # --- Tables of calibrated machines ----------------------------------------------------------------
@@ -153,3 +160,15 @@ def load_method_table(device: torch.device | str) -> MethodTable | None:
         raise ValueError(f"[calibrate] {path} is no table of methods: {error}.") from None
     set_method_table(device, table)
     return table
+
+
+def use_stored_method_table(device: torch.device) -> None:
+    """Load the stored table of `device`, once in a process and unless one has been set. A file that can't
+    be read is a warning: what was there stays."""
+    if device in _devices_with_a_table:
+        return
+    _devices_with_a_table.add(device)
+    try:
+        load_method_table(device)
+    except (ValueError, OSError) as error:
+        warnings.warn(f"{error} The table in force is kept.", stacklevel=2)

@@ -33,12 +33,15 @@ class PoolPair:
 
     Args:
         unit: what an index addresses, "slot" or "page".
+        method: of `transfer_kv`.
 
     Raises:
         ValueError: pools that no transfer can serve, in the words of `transfer_kv`.
     """
 
-    def __init__(self, device_pool: DevicePool, host_pool: HostPool, unit: str) -> None:
+    def __init__(
+        self, device_pool: DevicePool, host_pool: HostPool, unit: str, method: str = "auto"
+    ) -> None:
         self.device_pool, self.host_pool, self.unit = device_pool, host_pool, unit
         self.pools = (device_pool, host_pool)
         if device_pool.specs != host_pool.specs:
@@ -77,7 +80,9 @@ class PoolPair:
             (everything.device_views, everything.host_views),
             (everything.host_views, everything.device_views),
         ):
-            torch.ops.hicache.transfer_kv(dst, src, nothing, nothing, slot_dim=everything.slot_dim)
+            torch.ops.hicache.transfer_kv(
+                dst, src, nothing, nothing, slot_dim=everything.slot_dim, method=method
+            )
 
     def read_indices(
         self, device_indices: Tensor, host_indices: Tensor

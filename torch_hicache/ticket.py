@@ -42,6 +42,8 @@ class Ticket:
         indices: tuple[Tensor, Tensor],  # of the device pool, of the host pool
         runtime: Runtime,
         errors: ErrorScope,
+        *,
+        method: str,
     ) -> None:
         self.direction = direction
         self.number = 0  # in the order of submission; from the engine
@@ -53,6 +55,7 @@ class Ticket:
         self._indices: tuple[Tensor, Tensor] | None = indices
         self._runtime = runtime
         self._errors = errors
+        self._method = method
         self._process = os.getpid()
         self._on_finish: Callable[[Ticket], None] | None = None
         self._events: list[Any] = []  # one for each group, recorded by the engine
@@ -226,7 +229,7 @@ class Ticket:
     def _transfer(
         self, dst: list[Tensor], src: list[Tensor], dst_at: Tensor, src_at: Tensor, slot_dim: int
     ) -> None:
-        torch.ops.hicache.transfer_kv(dst, src, dst_at, src_at, slot_dim=slot_dim)
+        torch.ops.hicache.transfer_kv(dst, src, dst_at, src_at, slot_dim=slot_dim, method=self._method)
 
     def _fail(self, group: int, error: BaseException) -> None:
         with self._lock:
