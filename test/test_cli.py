@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import torch_hicache
-from torch_hicache import Backend, cli, info
+from torch_hicache import Backend, Ticket, cli, info
 from torch_hicache import replay as replay_module
 from torch_hicache.models import MODELS
 
@@ -25,25 +25,28 @@ GOOD = '{"timestamp": 5, "input_length": 600, "output_length": 7, "hash_ids": [1
 
 
 def spoil_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoiled(dst: Any, *args: Any, **kwargs: Any) -> None:
-        torch_hicache.transfer_kv(dst, *args, **kwargs)
+    transfer = Ticket._transfer
+
+    def spoiled(ticket: Ticket, dst: Any, *args: Any) -> None:
+        transfer(ticket, dst, *args)
         dst[0].view(torch.uint8)[..., 0] ^= 1
 
-    monkeypatch.setattr(replay_module, "transfer_kv", spoiled)
+    monkeypatch.setattr(Ticket, "_transfer", spoiled)
 
 
 def interrupt_transfers(monkeypatch: pytest.MonkeyPatch, *, call: int) -> None:
     """What Ctrl-C does, in the middle of a transfer."""
     calls = 0
+    transfer = Ticket._transfer
 
-    def interrupted(*args: Any, **kwargs: Any) -> None:
+    def interrupted(ticket: Ticket, *args: Any) -> None:
         nonlocal calls
-        torch_hicache.transfer_kv(*args, **kwargs)
+        transfer(ticket, *args)
         calls += 1
         if calls == call:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(replay_module, "transfer_kv", interrupted)
+    monkeypatch.setattr(Ticket, "_transfer", interrupted)
 
 
 # --- hicache replay ---------------------------------------------------------------------------------
@@ -62,6 +65,8 @@ def test_json_is_one_object_and_all_of_stdout(capsys: pytest.CaptureFixture[str]
     assert report["bytes_stored"] % 4096 == 0 < report["bytes_stored"]
     assert report["gbps_load"] > 0
     assert report["gbps_store"] > 0
+    assert report["compute_seconds"] == 0 < report["exposed_seconds"]
+    assert 0 <= report["hidden"] < 1
     assert report["mismatches"] == 0
     assert report["seconds"] > 0
     assert report["interrupted"] is False
@@ -72,6 +77,7 @@ def test_json_is_one_object_and_all_of_stdout(capsys: pytest.CaptureFixture[str]
     assert report["trace"] is None
     options = report["options"]
     assert (options["layers"], options["block_tokens"], options["seed"]) == (2, 1, 4)
+    assert options["compute_ms"] == 0
     assert (options["device_bytes"], options["host_bytes"]) == (256 << 10, 1 << 20)
 
 
@@ -85,7 +91,16 @@ def test_hit_rates_are_shares_of_the_blocks_requested(
     assert (report["requests"], report["blocks"]) == (3, 6)
     assert report["hit_rate_device"] == 4 / 6
     assert report["hit_rate_host"] == report["gbps_load"] == report["gbps_store"] == 0
+    assert report["hidden"] is None
     assert report["trace"] == str(path)
+
+
+def test_a_forward_pass_is_played(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*SMALL, "--json", "--compute-ms", "0.5"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["options"]["compute_ms"] == 0.5
+    assert report["compute_seconds"] >= 60 * 0.0005
+    assert report["rows_verified"] > report["mismatches"] == 0
 
 
 def test_the_seed_makes_the_trace(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,6 +124,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         r"    host hits +\d+\.\d% .*",
         r"  load +\d.* MiB +at \d+\.\d\d GB/s, host to device *",
         r"  store +\d.* MiB +at \d+\.\d\d GB/s, device to host *",
+        r"  computation +0\.00 s +\d+\.\d{3} s waited, \d+% of transfer time hidden *",
         r"  rows verified +[\d,]{3,} +each against its fingerprint *",
         r"  mismatches +0 *",
     ):
@@ -203,6 +219,10 @@ def test_ctrl_c_before_the_first_request(
         (["--requests", "-4"], "argument --requests: must be an integer of 1 or more, got '-4'"),
         (["--requests", "two"], "argument --requests: must be an integer of 1 or more, got 'two'"),
         (["--seed", "-1"], "argument --seed: must be an integer of 0 or more, got '-1'"),
+        (
+            ["--compute-ms", "-1"],
+            "argument --compute-ms: must be milliseconds of 0 or more, got '-1'",
+        ),
         (["--model", "gpt"], "argument --model: invalid choice: 'gpt' .*gqa_8b.*"),
         (["--layout", "rows"], "argument --layout: invalid choice: 'rows' .*layer_first.*"),
         (["--method", "magic"], "argument --method: invalid choice: 'magic' .*kernel.*"),

@@ -1,6 +1,8 @@
 """The two-tier cache: what hits, what moves, and that a wrong row is found wherever it is wrong."""
 
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,11 +11,21 @@ import pytest
 import torch
 from test_trace import real_trace
 
-import torch_hicache
+from torch_hicache import Ticket
 from torch_hicache import replay as replay_module
 from torch_hicache.layout import LAYOUTS, PlaneSpec
 from torch_hicache.models import MODELS, Model
-from torch_hicache.replay import Fingerprint, Replay, ReplayOptions, ReplayResult, Tier
+from torch_hicache.pool_pair import PoolPair
+from torch_hicache.replay import (
+    Fingerprint,
+    Pools,
+    Replay,
+    ReplayOptions,
+    ReplayResult,
+    RequestRecord,
+    Tier,
+)
+from torch_hicache.replay_clock import Clock, ForwardPass, Moved
 from torch_hicache.slot_allocator import SlotAllocator
 from torch_hicache.trace import BLOCK_TOKENS, Request, generate_trace, read_trace
 
@@ -71,13 +83,15 @@ def after_transfer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def install(hook: Callable[[list[torch.Tensor], torch.Tensor, int], None]) -> None:
         calls = 0
 
-        def spoiled(dst: Any, src: Any, dst_indices: Any, src_indices: Any, **kwargs: Any) -> None:
+        transfer = Ticket._transfer
+
+        def spoiled(ticket: Ticket, dst: Any, src: Any, dst_indices: Any, *rest: Any) -> None:
             nonlocal calls
-            torch_hicache.transfer_kv(dst, src, dst_indices, src_indices, **kwargs)
+            transfer(ticket, dst, src, dst_indices, *rest)
             hook(dst, dst_indices, calls)
             calls += 1
 
-        monkeypatch.setattr(replay_module, "transfer_kv", spoiled)
+        monkeypatch.setattr(Ticket, "_transfer", spoiled)
 
     return install
 
@@ -162,7 +176,9 @@ def test_a_tier_never_evicts_what_it_must_keep() -> None:
     for step in range(2000):
         keep = set(rng.sample(range(40), 9))
         wanted = rng.randint(0, 3)
-        evicted = [block for block, _ in tier.make_room(wanted, keep=keep)]
+        removed = tier.evict(wanted, keep=keep)
+        tier.free(removed)
+        evicted = [block for block, _ in removed]
         missing = max(0, wanted - (12 - len(order)))
         assert evicted == [block for block in order if block not in keep][:missing], step
         order = [block for block in order if block not in evicted]
@@ -175,7 +191,7 @@ def test_a_tier_never_evicts_what_it_must_keep() -> None:
             order.append(block)
         assert list(tier.pages) == order
         assert len({*tier.pages.values()}) == len(order)
-        assert tier.num_free == 12 - len(order)
+        assert tier.num_free == tier.num_available == 12 - len(order)
 
 
 def test_free_pages_go_out_in_runs() -> None:
@@ -185,7 +201,7 @@ def test_free_pages_go_out_in_runs() -> None:
         tier.touch(block)
     for block in (5, 2, 4, 3):
         tier.pages.move_to_end(block, last=False)
-    tier.make_room(4, keep=set())
+    tier.free(tier.evict(4, keep=set()))
     assert tier.add([*range(10, 14)]) == [2, 3, 4, 5]
 
 
@@ -262,11 +278,13 @@ def test_a_spoiled_host_row_is_a_mismatch(
 
 
 def test_a_load_that_moves_nothing_is_all_mismatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    def store_only(dst: Any, src: Any, *args: Any, **kwargs: Any) -> None:
-        if dst[0].shape[1] != 2:  # only the device pool has two pages
-            torch_hicache.transfer_kv(dst, src, *args, **kwargs)
+    transfer = Ticket._transfer
 
-    monkeypatch.setattr(replay_module, "transfer_kv", store_only)
+    def store_only(ticket: Ticket, *args: Any) -> None:
+        if ticket.direction == "store":
+            transfer(ticket, *args)
+
+    monkeypatch.setattr(Ticket, "_transfer", store_only)
     result = run(options_of(2, 8), asking([11, 12], [13, 14], [11, 12]))
     assert result.mismatches == result.total("rows_verified") == 36
 
@@ -282,6 +300,128 @@ def test_the_place_of_the_first_mismatch_is_told(after_transfer: Callable[..., N
     result = run(options_of(2, 8), asking([11, 12], [13, 14], [11, 12]))
     assert result.first_mismatch == "block 11, value, layer 1, token 2"
     assert result.mismatches == 1
+
+
+def delay_transfers(
+    monkeypatch: pytest.MonkeyPatch, direction: str, until: threading.Event | None
+) -> None:
+    """Transfers of a direction start late: on a GPU by half a second, on the CPU when `until` is set."""
+    transfer = Ticket._transfer
+
+    def late(ticket: Ticket, dst: list[torch.Tensor], src: list[torch.Tensor], *rest: Any) -> None:
+        if ticket.direction == direction:
+            if dst[0].is_cuda or src[0].is_cuda:
+                torch.cuda._sleep(1_000_000_000)
+            elif until is None:
+                time.sleep(0.02)
+            else:
+                assert until.wait(30)
+        transfer(ticket, dst, src, *rest)
+
+    monkeypatch.setattr(Ticket, "_transfer", late)
+
+
+def set_after(monkeypatch: pytest.MonkeyPatch, name: str, event: threading.Event) -> None:
+    """Set the event whenever a method of Pools has run."""
+    method = getattr(Pools, name)
+
+    def run_and_set(pools: Pools, *args: Any) -> Any:
+        result = method(pools, *args)
+        event.set()
+        return result
+
+    monkeypatch.setattr(Pools, name, run_and_set)
+
+
+@pytest.mark.parametrize("compute_seconds", [0.0, 0.004])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_load_that_is_not_waited_for_is_all_mismatches(
+    waits: bool, compute_seconds: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options_of(2, 8, device=torch.device(device), compute_seconds=compute_seconds)
+    replay = Replay(options)
+    verified = threading.Event()
+    delay_transfers(monkeypatch, "load", until=None if waits else verified)
+    if not waits:
+        set_after(monkeypatch, "verify", verified)
+        for name in ("wait_stream", "wait_layer"):
+            monkeypatch.setattr(Ticket, name, lambda *args: None)
+    result = replay.run(asking([11, 12], [13, 14], [11, 12]))
+    assert result.total("rows_verified") == 36
+    assert result.mismatches == (0 if waits else 36)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_pages_are_freed_before_their_store_has_read_them(
+    holds: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's hold keeps them from being handed out; without it the store reads what came next."""
+    if not holds:
+        for name in ("hold", "release"):
+            monkeypatch.setattr(PoolPair, name, lambda *args: None)
+    replay = Replay(options_of(2, 8, device=torch.device(device)))
+    written = threading.Event()
+    delay_transfers(monkeypatch, "store", until=None if holds else written)
+    requests = asking([11, 12], [13, 14], [11, 12])
+    result = replay.run(requests[:1])
+    set_after(monkeypatch, "prefill", written)
+    result.records += replay.run(requests[1:2]).records
+    last = replay.run(requests[2:])
+    assert last.total("rows_verified") == 36
+    assert last.mismatches == (0 if holds else 36)
+
+
+# --- A forward pass beside the loads ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+def test_rows_survive_a_load_by_layers(layout: str, device: str) -> None:
+    options = options_of(
+        40, 90, layout=layout, num_layers=3, device=torch.device(device), compute_seconds=1e-4
+    )
+    result = run(options, generate_trace(150, seed=2))
+    assert result.total("rows_verified") > 0
+    assert result.mismatches == 0
+    assert result.compute_seconds > 0
+    assert all(record.compute_seconds > 0 for record in result.records)
+    assert result.hidden is not None
+
+
+def test_each_layer_waits_for_its_load_before_it_computes(device: str) -> None:
+    class Load:
+        """Waiting for it takes its time on the current stream."""
+
+        def wait_layer(self, layer: int) -> None:
+            waited.append(layer)
+            if device == "cpu":
+                time.sleep(0.001)
+            else:
+                torch.cuda._sleep(2_000_000)
+
+    waited: list[int] = []
+    clock = Clock(torch.device(device))
+    forward_pass = ForwardPass(torch.device(device), [4, 7, 9], 0.03, clock)
+    assert forward_pass.layers_of_loads == "all"
+    behind, alone = RequestRecord(), RequestRecord()
+    forward_pass.run(Load(), behind)  # type: ignore[arg-type]
+    forward_pass.run(None, alone)
+    clock.collect(wait=True)
+    assert waited == [4, 7, 9]
+    assert behind.exposed_seconds >= 3 * 0.0005
+    assert alone.exposed_seconds == 0
+    for record in (behind, alone):
+        assert record.compute_seconds > 0.02
+
+
+def test_the_hidden_share_is_of_both_directions() -> None:
+    record = RequestRecord(load=Moved(10, 3.0), store=Moved(10, 1.0), exposed_seconds=0.5)
+    assert ReplayResult(records=[record, RequestRecord(exposed_seconds=0.5)]).hidden == 0.75
+    record.exposed_seconds = 9.0
+    assert ReplayResult(records=[record]).hidden == 0.0
+    assert ReplayResult(records=[RequestRecord(compute_seconds=1.0)]).hidden is None
+
+
+# --- Fingerprints ---------------------------------------------------------------------------------------
 
 
 def test_fingerprints_differ_wherever_they_should() -> None:

@@ -29,6 +29,13 @@ from torch_hicache.trace import BLOCK_TOKENS, Request, generate_trace, read_trac
 
 _GENERATED_REQUESTS = 3000
 _BAR_WIDTH = 32
+_TIMES = """\
+times, of the table and of --json:
+  gbps_load, gbps_store   bytes over the time that a direction's stream worked on them
+  compute_seconds         of the forward passes that --compute-ms plays
+  exposed_seconds         that the computation waited: a layer for its load, a request for pages that a
+                          store still held
+  hidden                  1 - exposed_seconds / (time of loads and stores), null if nothing moved"""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -85,8 +92,8 @@ def _add_replay(commands: Any) -> None:
         "replay",
         help="drive a two-tier prefix cache with a serving trace and verify every restored row",
         description="Drive a two-tier prefix cache (device pool, host pool, LRU) with a serving "
-        "trace. Bytes move through transfer_kv, and every restored row is verified.",
-        epilog=f"models:\n{models}",
+        "trace. Bytes move through a TransferEngine, and every restored row is verified.",
+        epilog=f"{_TIMES}\n\nmodels:\n{models}",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -107,6 +114,13 @@ def _add_replay(commands: Any) -> None:
     add("--unit", choices=UNITS, default="page", help="what an index addresses (page)")
     add("--device", default="auto", metavar="auto|cpu|cuda[:N]", help="where to run (auto)")
     add("--method", choices=METHODS, default="auto", help="of transfer_kv (auto)")
+    add(
+        "--compute-ms",
+        type=_milliseconds,
+        default=0.0,
+        metavar="X",
+        help="play a forward pass of X ms for each request, behind its load layer by layer (0)",
+    )
     add(
         "--requests",
         type=_positive,
@@ -129,6 +143,12 @@ def _seed(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise argparse.ArgumentTypeError(f"must be an integer of 0 or more, got '{text}'")
     return int(text)
+
+
+def _milliseconds(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text):
+        raise argparse.ArgumentTypeError(f"must be milliseconds of 0 or more, got '{text}'")
+    return float(text)
 
 
 def _layers(text: str) -> int | None:
@@ -241,6 +261,7 @@ def _replay_options(arguments: argparse.Namespace) -> ReplayOptions:
         device=_device(arguments.device),
         method=arguments.method,
         seed=arguments.seed,
+        compute_seconds=arguments.compute_ms / 1e3,
     )
 
 
@@ -278,6 +299,9 @@ def _summary(result: ReplayResult) -> dict[str, Any]:
         "bytes_stored": store.num_bytes,
         "gbps_load": load.gbps,
         "gbps_store": store.gbps,
+        "compute_seconds": result.compute_seconds,
+        "exposed_seconds": result.exposed_seconds,
+        "hidden": result.hidden,
         "rows_verified": result.total("rows_verified"),
         "mismatches": result.mismatches,
         "first_mismatch": result.first_mismatch,
@@ -309,6 +333,7 @@ def _what_was_run(arguments: argparse.Namespace, options: ReplayOptions) -> dict
             "unit": options.unit,
             "requests": arguments.requests,
             "seed": options.seed,
+            "compute_ms": arguments.compute_ms,
             "threads": torch.get_num_threads(),
         },
     }
@@ -341,6 +366,7 @@ def _print_result(result: ReplayResult, run: dict[str, Any]) -> None:
         way = "host to device" if name == "load" else "device to host"
         rate = f"at {moved.gbps:.2f} GB/s, {way}" if moved.num_bytes else f"{way}"
         table.add_row(name, _readable(moved.num_bytes), rate)
+    table.add_row("computation", f"{result.compute_seconds:.2f} s", _hidden_note(result))
     table.add_row("rows verified", f"{result.total('rows_verified'):,}", _rows_note(result))
     color = "red" if result.mismatches else "green"
     table.add_row("mismatches", f"[{color}]{result.mismatches:,}[/]")
@@ -358,6 +384,12 @@ def _print_result(result: ReplayResult, run: dict[str, Any]) -> None:
         soft_wrap=True,
     )
     console.print(table)
+
+
+def _hidden_note(result: ReplayResult) -> str:
+    if result.hidden is None:
+        return "nothing was moved"
+    return f"{result.exposed_seconds:.3f} s waited, {result.hidden:.0%} of transfer time hidden"
 
 
 def _rows_note(result: ReplayResult) -> str:

@@ -1,4 +1,4 @@
-"""A two-tier prefix cache, driven by a serving trace, whose bytes move through transfer_kv.
+"""A two-tier prefix cache, driven by a serving trace, whose bytes move through a TransferEngine.
 
     device pool   layer_first   blocks that requests use            LRU
         | store (evicted)  ^ load (found in the host pool only)
@@ -8,25 +8,30 @@ Prefill is played by writing fingerprints: bytes that tell block, plane, layer, 
 so that a row which was lost, torn, shifted or swapped can't pass. Every row that comes back from the
 host is compared with its fingerprint, on the device.
 
+A request frees evicted pages as soon as their store is submitted (the engine holds them), submits its
+load, and plays its forward pass, layer by layer behind the load. Stores run on beside the next requests.
+
 A block is 512 prompt tokens of the trace. The pools keep `block_tokens` of them, to scale the work
 down, and a block is a page of both pools. Generated tokens are not cached: the trace has no ids for
 them.
 """
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from torch_hicache.engine import TransferEngine
 from torch_hicache.memory_budget import available_memory
 from torch_hicache.models import Model
-from torch_hicache.ops import check_errors, transfer_kv
+from torch_hicache.ops import check_errors
 from torch_hicache.pool import DevicePool, HostPool
+from torch_hicache.replay_clock import Clock, ForwardPass, Moved, TimedRuntime
 from torch_hicache.slot_allocator import SlotAllocator
+from torch_hicache.ticket import Ticket
 from torch_hicache.trace import Request
 
 _POISON = 0xA5  # what pools hold before anything is written
@@ -36,7 +41,10 @@ _HOST, _DEVICE = "host", "device"
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """What to run. Bytes are exact budgets: a pool holds as many whole blocks as fit."""
+    """What to run. Bytes are exact budgets: a pool holds as many whole blocks as fit.
+
+    `compute_seconds` is the time of a request's forward pass, all layers together.
+    """
 
     model: Model
     num_layers: int
@@ -48,6 +56,7 @@ class ReplayOptions:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     method: str = "auto"
     seed: int = 0
+    compute_seconds: float = 0.0
 
     @property
     def block_bytes(self) -> int:
@@ -55,26 +64,19 @@ class ReplayOptions:
 
 
 @dataclass
-class Moved:
-    """Bytes through transfer_kv in one direction, and the seconds that took."""
-
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-    @property
-    def gbps(self) -> float:
-        """1e9 bytes a second; 0 when nothing moved."""
-        return self.num_bytes / self.seconds / 1e9 if self.seconds else 0.0
-
-
-@dataclass
 class RequestRecord:
-    """One served request: its prompt blocks by where they came from, and what was moved for it."""
+    """One served request: its prompt blocks by where they came from, and what was moved for it.
+
+    `exposed_seconds` is how long the computation waited: each layer for its load, and all of it for pages
+    that a store still held. Pages are waited for by the host's clock, also while a GPU is still busy.
+    """
 
     blocks: int = 0
     device_hits: int = 0
     host_hits: int = 0
     rows_verified: int = 0
+    compute_seconds: float = 0.0
+    exposed_seconds: float = 0.0
     load: Moved = field(default_factory=Moved)
     store: Moved = field(default_factory=Moved)
 
@@ -101,6 +103,20 @@ class ReplayResult:
         parts = [getattr(record, direction) for record in self.records]
         return Moved(sum(p.num_bytes for p in parts), sum(p.seconds for p in parts))
 
+    @property
+    def compute_seconds(self) -> float:
+        return sum(record.compute_seconds for record in self.records)
+
+    @property
+    def exposed_seconds(self) -> float:
+        return sum(record.exposed_seconds for record in self.records)
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of the transfers' seconds that the computation did not wait for; None without any."""
+        seconds = self.moved("load").seconds + self.moved("store").seconds
+        return max(0.0, 1 - self.exposed_seconds / seconds) if seconds else None
+
 
 class Tier:
     """The blocks of one pool and the pages they lie in, least recently used first."""
@@ -114,15 +130,15 @@ class Tier:
         self.pages.move_to_end(block)
 
     def add(self, blocks: list[int]) -> list[int]:
-        """Give each block a free page. There must be as many: see make_room."""
+        """Give each block a free page that can be handed out. There must be as many."""
         pages: list[int] = self._slots.allocate(len(blocks), unit="page").tolist()
         self.pages.update(zip(blocks, pages, strict=True))
         return pages
 
-    def make_room(self, wanted: int, *, keep: set[int]) -> list[tuple[int, int]]:
-        """Evict old blocks, never those of `keep`, until `wanted` pages are free or none is left.
+    def evict(self, wanted: int, *, keep: set[int]) -> list[tuple[int, int]]:
+        """Forget old blocks, never those of `keep`, until `wanted` pages hold none or none is left.
 
-        Returns (block, page) of the evicted.
+        Returns (block, page) of the evicted; the pages are to be freed.
         """
         missing = wanted - self.num_free
         evicted: list[tuple[int, int]] = []
@@ -133,11 +149,19 @@ class Tier:
                 evicted.append((block, page))
         for block, _ in evicted:
             del self.pages[block]
-        self._slots.free([page for _, page in evicted], unit="page")
         return evicted
+
+    def free(self, evicted: list[tuple[int, int]]) -> None:
+        self._slots.free([page for _, page in evicted], unit="page")
 
     @property
     def num_free(self) -> int:
+        """Pages without a block."""
+        return self.num_pages - len(self.pages)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be handed out now: freed, and held by no transfer."""
         return self._slots.available // self._slots.page_size
 
 
@@ -167,14 +191,25 @@ class Pools:
         # Touches every page of memory, so that no transfer is timed with page faults in it.
         for buffer in (*self.device_pool.buffers, *self.host_pool.buffers):
             buffer.view(torch.uint8).fill_(_POISON)
-        self._device_views = self.device_pool.stacks(options.unit)
-        self._host_views = self.host_pool.stacks(options.unit)
         # Each plane of the device pool as int64 [layers, pages, tokens, words].
         self._words = [stack.flatten(3).view(torch.int64) for stack in self.device_pool.stacks("page")]
-        self._clock = _Clock(options.device)
-        # The first call of a process pays for loading kernels. Refusals come here too.
-        for direction in ("store", "load"):
-            self.move(direction, [0], [0], Moved())
+        self._clock = Clock(options.device)
+        self._runtime = TimedRuntime(options.device, self._clock)
+        self._engine = TransferEngine(
+            self.device_pool,
+            self.host_pool,
+            unit=options.unit,
+            method=options.method,
+            runtime=self._runtime,
+        )
+        self._in_flight: deque[Ticket] = deque()  # or done, oldest first
+        self._forward_pass = ForwardPass(
+            options.device, self.device_pool.layer_ids, options.compute_seconds, self._clock
+        )
+        # The first call of a process pays for loading kernels.
+        for move in (self.store, self.load):
+            move([0], [0], RequestRecord())
+            self._in_flight[-1].wait()
         self.settle()
 
     def _check_memory(self, num_pages: dict[str, int]) -> None:
@@ -187,15 +222,38 @@ class Pools:
                 f"[replay] the pools in host memory need {wanted:,} bytes, {free:,} are free."
             )
 
-    def move(self, direction: str, device_pages: list[int], host_pages: list[int], moved: Moved) -> None:
-        """Store or load pages, all in one call, and add bytes and time to `moved`."""
-        device_indices, host_indices = self._indices(device_pages), self._indices(host_pages)
-        pools = (self._device_views, self._host_views, device_indices, host_indices)
-        if direction == "store":
-            pools = (self._host_views, self._device_views, host_indices, device_indices)
-        with self._clock.measure(moved):
-            transfer_kv(*pools, slot_dim=1, method=self._options.method)
-        moved.num_bytes += len(device_pages) * self._options.block_bytes
+    def store(self, device_pages: list[int], host_pages: list[int], record: "RequestRecord") -> None:
+        """Store pages, all in one transfer. They may be freed at once: it holds them until it is done."""
+        self._count(record.store, device_pages)
+        indices = self._indices(device_pages), self._indices(host_pages)
+        self._in_flight.append(self._engine.store(*indices))
+
+    def load(self, device_pages: list[int], host_pages: list[int], record: "RequestRecord") -> Ticket:
+        """Load pages, all in one call, layer by layer if a forward pass is played."""
+        self._count(record.load, device_pages)
+        indices = self._indices(host_pages), self._indices(device_pages)
+        ticket = self._engine.load(*indices, layers=self._forward_pass.layers_of_loads)
+        self._in_flight.append(ticket)
+        return ticket
+
+    def _count(self, moved: Moved, pages: list[int]) -> None:
+        """Add the bytes now, and let the engine's streams add the time."""
+        moved.num_bytes += len(pages) * self._options.block_bytes
+        self._runtime.moved = moved
+
+    def compute(self, load: Ticket | None, record: "RequestRecord") -> None:
+        """Play the forward pass of a request, which waits for its load."""
+        self._forward_pass.run(load, record)
+
+    def wait_for_room(self, tier: "Tier", num_pages: int, record: "RequestRecord") -> None:
+        """Wait until so many pages of those that are free can be handed out: transfers in flight may
+        still hold them."""
+        started = time.perf_counter()
+        while self._in_flight and tier.num_available < num_pages:
+            self._in_flight.popleft().wait()
+        record.exposed_seconds += time.perf_counter() - started
+        while self._in_flight and self._in_flight[0].done():
+            self._in_flight.popleft().wait()
 
     def _indices(self, pages: list[int]) -> Tensor:
         indices = torch.tensor(pages, dtype=torch.int64)
@@ -230,12 +288,14 @@ class Pools:
                         result.first_mismatch = (
                             f"block {blocks[part][page]}, {plane.name}, layer {layer}, token {token}"
                         )
-        self._clock.settle()
+        self._clock.collect(wait=False)
         return num_rows
 
     def settle(self) -> None:
-        """Wait for the device, read its clock and raise what it recorded."""
-        self._clock.settle()
+        """Wait for all transfers, read the clock and raise what failed."""
+        while self._in_flight:
+            self._in_flight.popleft().wait()
+        self._clock.collect(wait=True)
         check_errors(self._options.device)
 
 
@@ -317,12 +377,16 @@ class Replay:
             blocks=len(requested), device_hits=cached - len(loaded), host_hits=len(loaded)
         )
         self._evict(len(loaded) + len(new), keep, record, result)
+        self._pools.wait_for_room(self._device, len(loaded) + len(new), record)
+        load = None
         if loaded:
             host_pages = [self._host.pages[block] for block in loaded]
             device_pages = self._device.add(loaded)
-            self._pools.move("load", device_pages, host_pages, record.load)
-            record.rows_verified = self._pools.verify(loaded, device_pages, result)
+            load = self._pools.load(device_pages, host_pages, record)
         self._device.add(new)
+        self._pools.compute(load, record)
+        if loaded:
+            record.rows_verified = self._pools.verify(loaded, device_pages, result)
         if prefilled := blocks[cached:]:
             self._pools.prefill(prefilled, [self._device.pages[block] for block in prefilled])
         # The last block of a prefix is of no use without the first: it is to go first.
@@ -335,47 +399,20 @@ class Replay:
 
     def _evict(self, wanted: int, keep: set[int], record: RequestRecord, result: ReplayResult) -> None:
         """Make room in the device pool; what the host does not hold yet is stored there first."""
-        evicted = self._device.make_room(wanted, keep=keep)
+        evicted = self._device.evict(wanted, keep=keep)
         for block, _ in evicted:
             if block in self._host.pages:
                 self._host.touch(block)
         unsaved = [(block, page) for block, page in evicted if block not in self._host.pages]
-        self._host.make_room(len(unsaved), keep=keep)
+        self._host.free(self._host.evict(len(unsaved), keep=keep))
         # Too small a host pool takes the most recently used of them.
         kept = unsaved[max(0, len(unsaved) - self._host.num_free) :]
         result.blocks_dropped += len(unsaved) - len(kept)
         if kept:
+            self._pools.wait_for_room(self._host, len(kept), record)
             host_pages = self._host.add([block for block, _ in kept])
-            self._pools.move("store", [page for _, page in kept], host_pages, record.store)
-
-
-class _Clock:
-    """Times transfers: by events on an accelerator's stream, by the wall on the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pending: list[tuple[Moved, torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def measure(self, moved: Moved) -> Iterator[None]:
-        if self._device.type == "cpu":
-            started = time.perf_counter()
-            yield
-            moved.seconds += time.perf_counter() - started
-            return
-        stream = torch.cuda.current_stream(self._device)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record(stream)
-        yield
-        end.record(stream)
-        self._pending.append((moved, start, end))
-
-    def settle(self) -> None:
-        """Wait for what was measured and add its time."""
-        for moved, start, end in self._pending:
-            end.synchronize()
-            moved.seconds += start.elapsed_time(end) / 1e3
-        self._pending.clear()
+            self._pools.store([page for _, page in kept], host_pages, record)
+        self._device.free(evicted)
 
 
 def _page_runs(pages: list[int], longest: int) -> Iterator[tuple[int, int, slice]]:
