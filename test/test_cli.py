@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import torch_hicache
-from torch_hicache import Backend, Ticket, cli, info
+from torch_hicache import Backend, Ticket, cli, cli_device, info
 from torch_hicache import replay as replay_module
+from torch_hicache.cli_device import find_device
 from torch_hicache.models import MODELS
 
 # Pools of 16 and 64 blocks of 4 KiB: a few requests fill both.
@@ -294,7 +295,7 @@ def test_a_failure_of_the_device_is_one_line(
 
 def without_cuda(monkeypatch: pytest.MonkeyPatch, *, has_device: bool) -> None:
     missing = Backend("cuda", "CUDA", True, False, "this torch is a CPU build", "install a CUDA build")
-    monkeypatch.setattr(cli, "_backend_of", lambda device_type: missing)
+    monkeypatch.setattr(cli_device, "backend_of", lambda device_type: missing)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_device)
 
 
@@ -314,18 +315,19 @@ def test_auto_takes_the_cpu_where_cuda_is_of_no_use(
     has_device: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without_cuda(monkeypatch, has_device=has_device)
-    assert cli._device("auto") == torch.device("cpu")
+    assert find_device("auto", command="replay") == torch.device("cpu")
     # A device that stays idle is worth a word.
     assert ("on the CPU: the cuda backend is not loaded" in capsys.readouterr().err) == has_device
 
 
 def test_a_device_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_backend_of", lambda device_type: Backend("cuda", "CUDA", True, True))
+    loaded = Backend("cuda", "CUDA", True, True)
+    monkeypatch.setattr(cli_device, "backend_of", lambda device_type: loaded)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert cli._device("cuda:1") == torch.device("cuda", 1)
+    assert find_device("cuda:1", command="replay") == torch.device("cuda", 1)
     with pytest.raises(ValueError, match=r"--device cuda:2: torch sees 2 CUDA device\(s\)\.$"):
-        cli._device("cuda:2")
+        find_device("cuda:2", command="replay")
 
 
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
@@ -349,7 +351,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_run(
 
 def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
-    assert "{replay,info}" in capsys.readouterr().err
+    assert "{replay,info,calibrate}" in capsys.readouterr().err
     assert cli.main(["replay", "--help"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in MODELS)

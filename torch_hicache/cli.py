@@ -1,6 +1,7 @@
 """The command `hicache`: arguments, what is printed, exit codes. Others do the work.
 
-Exit codes: 0, 1 when a restored row was wrong, 2 for a bad argument or trace, 130 after Ctrl-C.
+Exit codes: 0, 1 when a restored row was wrong, 2 for a bad argument or trace or
+without the device that a command needs, 130 after Ctrl-C.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import torch_hicache
+from torch_hicache.cli_device import backend_of, find_device
+from torch_hicache.cli_measure import add_calibrate
 from torch_hicache.info import collect_info, cpu_name
 from torch_hicache.layout import LAYOUTS, UNITS
 from torch_hicache.models import MODELS
@@ -76,11 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="hicache", description=torch_hicache.__doc__, allow_abbrev=False)
     version = f"hicache {torch_hicache.__version__}"
     parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", metavar="{replay,info}")
+    commands = parser.add_subparsers(dest="command", metavar="{replay,info,calibrate}")
     _add_replay(commands)
     info = commands.add_parser("info", help="versions, backends, devices, links")
     info.add_argument("--json", action="store_true", help="one JSON object on stdout")
     info.set_defaults(run=_run_info)
+    add_calibrate(commands)
     return parser
 
 
@@ -171,39 +175,6 @@ def _size(text: str) -> int:
     return size
 
 
-def _device(name: str) -> torch.device:
-    """The device to run on. Only a usable one: a missing backend says how to get it."""
-    match = re.fullmatch(r"auto|cpu|cuda(?::([0-9]{1,4}))?", name)
-    if not match:
-        raise ValueError(f"[replay] --device must be auto, cpu, cuda or cuda:N, got '{name}'.")
-    if name == "cpu":
-        return torch.device("cpu")
-    backend = _backend_of("cuda")
-    if not torch.cuda.is_available() or not backend.loaded:
-        if name == "auto":
-            if torch.cuda.is_available():
-                print(f"[replay] on the CPU: {_why_missing(backend)}", file=sys.stderr)
-            return torch.device("cpu")
-        why = "torch finds no usable device (see hicache info)."
-        raise ValueError(f"[replay] --device {name}: {why if backend.loaded else _why_missing(backend)}")
-    index = int(match[1]) if match[1] else torch.cuda.current_device()
-    if index >= torch.cuda.device_count():
-        raise ValueError(
-            f"[replay] --device {name}: torch sees {torch.cuda.device_count()} CUDA device(s)."
-        )
-    return torch.device("cuda", index)
-
-
-def _backend_of(device_type: str) -> torch_hicache.Backend:
-    """A ROCm torch calls its devices cuda as well."""
-    name = "hip" if device_type == "cuda" and torch.version.hip else device_type
-    return next(backend for backend in torch_hicache.backends() if backend.name == name)
-
-
-def _why_missing(backend: torch_hicache.Backend) -> str:
-    return f"the {backend.name} backend is not loaded: {backend.reason}. To get it, {backend.remedy}."
-
-
 # --- hicache replay -------------------------------------------------------------------------------
 
 
@@ -258,7 +229,7 @@ def _replay_options(arguments: argparse.Namespace) -> ReplayOptions:
         host_bytes=arguments.host_bytes,
         layout=arguments.layout,
         unit=arguments.unit,
-        device=_device(arguments.device),
+        device=find_device(arguments.device, command="replay"),
         method=arguments.method,
         seed=arguments.seed,
         compute_seconds=arguments.compute_ms / 1e3,
@@ -316,7 +287,7 @@ def _what_was_run(arguments: argparse.Namespace, options: ReplayOptions) -> dict
     is_cpu = options.device.type == "cpu"
     return {
         "device": cpu_name() if is_cpu else torch.cuda.get_device_name(options.device),
-        "backend": _backend_of(options.device.type).name,
+        "backend": backend_of(options.device.type).name,
         "torch": torch.__version__,
         "torch_hicache": torch_hicache.__version__,
         "trace": arguments.trace,
