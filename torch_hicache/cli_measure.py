@@ -1,9 +1,11 @@
-"""The command `hicache calibrate`."""
+"""The commands that measure: `hicache calibrate` and `hicache bench`."""
 
 import argparse
 import dataclasses
 import json
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import torch_hicache
+from torch_hicache import bench
 from torch_hicache.calibrate import (
     DIRECTIONS,
     MEASURED_METHODS,
@@ -22,6 +25,7 @@ from torch_hicache.calibrate import (
 )
 from torch_hicache.cli_device import find_device
 from torch_hicache.plan import save_method_table
+from torch_hicache.plot import check_plot, draw_bench
 
 # --- hicache calibrate ------------------------------------------------------------------------------
 
@@ -110,3 +114,52 @@ def _size(nbytes: int) -> str:
         if nbytes >= unit and nbytes % unit == 0:
             return f"{nbytes // unit} {name}"
     return f"{nbytes} B"
+
+
+# --- hicache bench ----------------------------------------------------------------------------------
+
+
+def add_bench(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="run the figure set of a source tree, and draw it",
+        description="Run the scripts benchmark/bench_*.py of the source tree, one after the other, and "
+        "gather their results. They are not in the wheel.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--sections", metavar="A,B", help=f"scripts without 'bench_' ({','.join(bench.sections())})"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
+    parser.add_argument("--plot", type=Path, metavar="out.png", help="draw them (matplotlib)")
+    parser.add_argument(
+        "--from", type=Path, metavar="FILE", dest="results", help="draw these results, measure nothing"
+    )
+    parser.set_defaults(run=_run_bench)
+
+
+def _run_bench(arguments: argparse.Namespace) -> int:
+    try:
+        if arguments.results and not arguments.plot:
+            raise ValueError("[bench] --from needs --plot, to draw the results.")
+        if arguments.plot:
+            check_plot(arguments.plot, command="bench")
+        code = 0
+        if arguments.results:
+            record = bench.read_record(arguments.results)
+        else:
+            names = bench.chosen(arguments.sections)
+            with tempfile.TemporaryDirectory() as folder:
+                record, code = bench.run(names, Path(folder))
+            if arguments.json:
+                arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        if arguments.plot:
+            draw_bench(record, arguments.plot)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"[bench] {error.filename}: {error.strerror}.", file=sys.stderr)
+        return 2
+    return code

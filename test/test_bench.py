@@ -1,0 +1,192 @@
+"""`hicache bench`: which scripts run, what is gathered, what is drawn."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_hicache import bench, cli, plot
+
+RESULTS = Path(__file__).parent.parent / "benchmark" / "results" / "h200.json"
+SCRIPT = """
+import json, sys
+machine, link, results, code = {facts!r}
+if results is not None:
+    record = {{"machine": machine, "results": results}} | ({{"link_gbps": link}} if link else {{}})
+    open(sys.argv[sys.argv.index("--json") + 1], "w").write(json.dumps(record))
+sys.exit(code)
+"""
+MACHINE = {"device": "Some GPU", "commit": "abc"}
+
+
+def rows_of(section: str, **fields: Any) -> list[dict[str, Any]]:
+    return [{"section": section, "case": section, "direction": "load", "gbps": 1.0} | fields]
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Makes benchmark scripts in a folder of their own."""
+    folder = tmp_path / "benchmark"
+    folder.mkdir()
+    monkeypatch.setattr(bench, "FOLDER", folder)
+
+    def make(name: str, link: dict[str, float], results: list[Any] | None, code: int = 0) -> None:
+        facts = (MACHINE | {"script": name}, link, results, code)
+        (folder / f"bench_{name}.py").write_text(SCRIPT.format(facts=facts))
+
+    return make
+
+
+@pytest.fixture
+def in_folder(scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Works in a folder of its own, with one script, which fails."""
+    scripts("alpha", {}, rows_of("cpu"), 1)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_all_scripts_of_the_source_tree_are_sections() -> None:
+    assert {"transfer_kv", "methods", "row_sizes", "engine"} <= set(bench.sections())
+    for name in bench.sections():
+        source = (bench.FOLDER / f"bench_{name}.py").read_text()
+        assert '"--json"' in source
+        assert '"results": results' in source
+
+
+def test_records_are_gathered(scripts: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    scripts("alpha", {}, rows_of("cpu"))
+    scripts("beta", {"load": 50.0, "store": 51.0}, rows_of("rows", row_bytes=64))
+    scripts("gamma", {"load": 40.0, "store": 41.0}, rows_of("gemm", gemm_slower=0.1))
+    path = tmp_path / "new" / "results.json"
+    assert cli.main(["bench", "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert [row["section"] for row in record["results"]] == ["cpu", "rows", "gemm"]
+    assert record["machine"]["script"] == "alpha"
+    assert record["link_gbps"] == {"load": 50.0, "store": 51.0}
+    assert capfd.readouterr().out == "== alpha\n== beta\n== gamma\n"
+    assert cli.main(["bench", "--sections", "gamma,alpha", "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert [row["section"] for row in record["results"]] == ["gemm", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"), [((0, 0), 0), ((0, 2), 0), ((2, 2), 2), ((0, 1), 1), ((2, 1), 1), ((0, -9), 1)]
+)
+def test_exit_codes(codes: tuple[int, int], code: int, scripts: Any) -> None:
+    """A script without its device (2) is no failure while another has run."""
+    for name, of_script in zip("ab", codes, strict=True):
+        scripts(name, {}, None, of_script if of_script >= 0 else 128 - of_script)
+    assert cli.main(["bench"]) == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--sections", "alpha,delta"], "--sections must be of alpha, got 'delta'."),
+        (["--from", "none.json"], "--from needs --plot, to draw the results."),
+        (["--from", "none.json", "--plot", "out.png"], "none.json: No such file or directory."),
+        (["--from", "bad.json", "--plot", "out.png"], "bad.json must be results of hicache bench --json"),
+        (["--from", "list.json", "--plot", "out.png"], "list.json must be results of hicache bench"),
+        (["--from", "cpu.json", "--plot", "out.png"], "--plot needs figures of a device"),
+        (["--plot", "out.txt"], "--plot must name a file such as out.png, got 'out.txt'"),
+    ],
+)
+def test_a_bad_value_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    text: str,
+    in_folder: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
+    Path("bad.json").write_text('{"results": 3}')
+    Path("list.json").write_text("[]")
+    Path("cpu.json").write_text(json.dumps({"machine": MACHINE, "results": rows_of("cpu")}))
+    assert cli.main(["bench", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("[bench] ")
+    assert text in err
+    assert err.count("\n") == 1
+    assert not Path("out.png").exists()
+
+
+def test_outside_a_source_tree_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "FOLDER", tmp_path / "none")
+    assert cli.main(["bench"]) == 2
+    assert "[bench] the benchmarks are in the source tree, not in the wheel" in capsys.readouterr().err
+
+
+# --- The picture --------------------------------------------------------------------------------------
+
+
+def test_curves_are_by_row_size_and_method() -> None:
+    results = [
+        *rows_of("rows", row_bytes=256, gbps=5.0),
+        *rows_of("rows", row_bytes=64, gbps=4.0),
+        *rows_of("rows", row_bytes=64, direction="store", gbps=3.0),
+        *rows_of("rows", case="torch indexing, 64 B", row_bytes=64, gbps=0.5),
+        *rows_of("row_sizes", row_bytes=1024, method="kernel", gbps=6.0),
+        *rows_of("row_sizes", row_bytes=1024, method="staged", gbps=7.0),
+        *rows_of("big_pool", row_bytes=64, gbps=1.0),
+    ]
+    assert plot.bandwidth_curves(results, "load") == {
+        "kernel": [(64, 4.0), (256, 5.0), (1024, 6.0)],
+        "torch indexing": [(64, 0.5)],
+        "staged": [(1024, 7.0)],
+    }
+    assert plot.bandwidth_curves(results, "store") == {"kernel": [(64, 3.0)]}
+
+
+def test_slowdowns_are_by_case_and_direction() -> None:
+    results = [
+        *rows_of("gemm", case="kernel", gemm_slower=0.25),
+        *rows_of("gemm", case="kernel", direction="store", gemm_slower=0.5),
+        *rows_of("rows", row_bytes=64),
+        *rows_of("gemm", case="staged", gemm_slower=-0.125),
+    ]
+    assert plot.slowdowns(results) == {"kernel": {"load": 25.0, "store": 50.0}, "staged": {"load": -12.5}}
+
+
+def test_measured_results_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "out.png"
+    assert cli.main(["bench", "--from", str(RESULTS), "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The link as a line, a curve for each method, a bar for each case and direction."""
+    figure_module = pytest.importorskip("matplotlib.figure")
+    figures: list[Any] = []
+
+    class Kept(figure_module.Figure):  # type: ignore[name-defined]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            figures.append(self)
+
+    monkeypatch.setattr(figure_module, "Figure", Kept)
+    results = [
+        *rows_of("rows", row_bytes=64, gbps=4.0),
+        *rows_of("row_sizes", row_bytes=1024, method="staged", gbps=7.0),
+        *rows_of("rows", row_bytes=128, direction="store", gbps=3.0),
+        *rows_of("gemm", case="kernel", gemm_slower=0.25),
+        *rows_of("gemm", case="kernel", direction="store", gemm_slower=0.5),
+        *rows_of("gemm", case="staged", gemm_slower=-0.125),
+    ]
+    record = {"machine": MACHINE, "link_gbps": {"load": 50.0, "store": 51.0}, "results": results}
+    plot.draw_bench(record, tmp_path / "out.svg")
+    assert figures[0].get_suptitle() == "Some GPU, commit abc"
+    load, store, gemm = figures[0].axes
+    drawn = [
+        {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+        for axes in (load, store)
+    ]
+    assert drawn[0].pop("one big copy")[1] == [50.0, 50.0]
+    assert drawn[1].pop("one big copy")[1] == [51.0, 51.0]
+    assert drawn == [{"kernel": ([64], [4.0]), "staged": ([1024], [7.0])}, {"kernel": ([128], [3.0])}]
+    assert [label.get_text() for label in gemm.get_yticklabels()] == ["kernel", "staged"]
+    bars = {bars.get_label(): [bar.get_width() for bar in bars] for bars in gemm.containers}
+    assert bars == {"load": [25.0, -12.5], "store": [50.0]}
