@@ -148,6 +148,14 @@ def test_a_request_longer_than_the_device_pool_keeps_its_first_blocks() -> None:
     assert result.mismatches == 0
 
 
+def test_a_sixteenth_of_the_device_pool_is_evicted_ahead() -> None:
+    options = options_of(32, 64)
+    result = run(options, asking(range(30), range(31), range(31, 33), [0, 1]))
+    # Two are to be free. 31 blocks of one request leave one; two more evict one for room, two for later.
+    assert moved_blocks(result, options) == [(0, 0), (0, 0), (0, 3), (0, 0)]
+    assert blocks_by_source(result) == [(30, 0, 0), (31, 30, 0), (2, 0, 0), (2, 2, 0)]
+
+
 def test_what_a_small_host_can_not_take_is_dropped() -> None:
     options = options_of(4, 1)
     result = run(options, asking([1, 2, 3, 4], [5, 6, 7, 8], [1, 2]))
@@ -415,6 +423,8 @@ def test_each_layer_waits_for_its_load_before_it_computes(device: str) -> None:
 
 def test_the_hidden_share_is_of_both_directions() -> None:
     record = RequestRecord(load=Moved(10, 3.0), store=Moved(10, 1.0), exposed_seconds=0.5)
+    assert ReplayResult(records=[record]).hidden is None  # nothing was computed
+    record.compute_seconds = 0.1
     assert ReplayResult(records=[record, RequestRecord(exposed_seconds=0.5)]).hidden == 0.75
     record.exposed_seconds = 9.0
     assert ReplayResult(records=[record]).hidden == 0.0

@@ -38,7 +38,8 @@ times, of the table and of --json:
   compute_seconds         of the forward passes that --compute-ms plays
   exposed_seconds         that the computation waited: a layer for its load, a request for pages that a
                           store still held
-  hidden                  1 - exposed_seconds / (time of loads and stores), null if nothing moved"""
+  hidden                  1 - exposed_seconds / (time of loads and stores); null without --compute-ms
+                          or if nothing moved"""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -359,9 +360,8 @@ def _print_result(result: ReplayResult, run: dict[str, Any]) -> None:
 
 
 def _hidden_note(result: ReplayResult) -> str:
-    if result.hidden is None:
-        return "nothing was moved"
-    return f"{result.exposed_seconds:.3f} s waited, {result.hidden:.0%} of transfer time hidden"
+    waited = f"{result.exposed_seconds:.3f} s waited"
+    return waited if result.hidden is None else f"{waited}, {result.hidden:.0%} of transfer time hidden"
 
 
 def _rows_note(result: ReplayResult) -> str:

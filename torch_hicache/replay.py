@@ -8,8 +8,9 @@ Prefill is played by writing fingerprints: bytes that tell block, plane, layer, 
 so that a row which was lost, torn, shifted or swapped can't pass. Every row that comes back from the
 host is compared with its fingerprint, on the device.
 
-A request frees evicted pages as soon as their store is submitted (the engine holds them), submits its
-load, and plays its forward pass, layer by layer behind the load. Stores run on beside the next requests.
+A request submits its load, plays its forward pass, layer by layer behind the load, and evicts ahead, so
+that the next one finds free pages. Evicted pages are freed as soon as their store is submitted: the
+engine holds them. The store runs beside what follows: the next request's load, forward pass and check.
 
 A block is 512 prompt tokens of the trace. The pools keep `block_tokens` of them, to scale the work
 down, and a block is a page of both pools. Generated tokens are not cached: the trace has no ids for
@@ -36,6 +37,7 @@ from torch_hicache.trace import Request
 
 _POISON = 0xA5  # what pools hold before anything is written
 _CHECK_BYTES = 16 << 20  # compared at once: bounds the temporaries of a check
+_SPARE_SHARE = 16  # one part in 16 of the device pool is free when a request comes
 _HOST, _DEVICE = "host", "device"
 
 
@@ -113,9 +115,14 @@ class ReplayResult:
 
     @property
     def hidden(self) -> float | None:
-        """Share of the transfers' seconds that the computation did not wait for; None without any."""
+        """Share of the transfers' seconds that the computation did not wait for; None without either.
+
+        A store may also run beside the check of restored rows and the writing of new ones.
+        """
         seconds = self.moved("load").seconds + self.moved("store").seconds
-        return max(0.0, 1 - self.exposed_seconds / seconds) if seconds else None
+        if not seconds or not self.compute_seconds:
+            return None
+        return max(0.0, 1 - self.exposed_seconds / seconds)
 
 
 class Tier:
@@ -334,6 +341,7 @@ class Replay:
         self._pools = Pools(options)
         self._device = Tier(self._pools.device_pool)
         self._host = Tier(self._pools.host_pool)
+        self._num_spare = self._device.num_pages // _SPARE_SHARE
 
     def run(
         self,
@@ -394,6 +402,7 @@ class Replay:
             for tier in (self._device, self._host):
                 if block in tier.pages:
                     tier.touch(block)
+        self._evict(self._num_spare, keep, record, result)
         result.blocks_uncached += len(requested) - len(blocks)
         result.records.append(record)
 
