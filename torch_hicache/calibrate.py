@@ -111,7 +111,7 @@ def measure_rows(
 ) -> list[RowRate]:
     """Every second row of a host buffer, in random order, to and from random rows of a device buffer: no
     two are neighbours, so that each is a row for the copy engine too."""
-    host = empty_host((2 * nbytes,), torch.uint8, device).fill_(1)
+    host = empty_host((2 * nbytes,), torch.uint8, device)
     on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
     rates = []
     for row_bytes in row_sizes:
@@ -137,7 +137,7 @@ def measure_sorting(
     spans = largest_spans() if spans is None else spans
     if not spans:
         return []
-    host = empty_host((max(spans),), torch.uint8, device).fill_(1)
+    host = empty_host((max(spans),), torch.uint8, device)
     rates = []
     try:
         for span in spans:
