@@ -191,7 +191,10 @@ Plan choose_freely(const Call& call) {
 
 }  // namespace
 
-MethodTable method_table_from(const int64_t* values) {
+MethodTable method_table_from(const std::vector<int64_t>& values) {
+  if (values.size() != kMethodTableSize)
+    throw std::invalid_argument(
+        concat("[method_table] ", kMethodTableSize, " values are needed, got ", values.size(), "."));
   MethodTable table;
   table.copy_engine_min_row_bytes[0] = values[0];
   table.copy_engine_min_row_bytes[1] = values[1];

@@ -26,7 +26,8 @@ struct MethodTable {
   int64_t staging_buffers = 3;
 };
 constexpr int kMethodTableSize = 8;
-MethodTable method_table_from(const int64_t* values);  // in the order above
+// In the order above. Throws std::invalid_argument for what makes no sense.
+MethodTable method_table_from(const std::vector<int64_t>& values);
 
 struct Plan {
   Method method = Method::kKernel;

@@ -106,13 +106,12 @@ _devices_with_a_table: set[torch.device] = set()
 
 
 def set_method_table(device: torch.device | str, table: MethodTable) -> None:
-    """Let "auto" on `device` decide by `table`, in this process and from the next call on.
+    """Let "auto" on `device` decide by `table`, in this process and from the next call on. The CPU has one
+    method, and nothing to decide.
 
     Raises:
         ValueError: a negative value, or less than one staging buffer of 64 KiB.
     """
-    if torch.device(device).type == "cpu":
-        raise ValueError("[method_table] the CPU has one method only, so no table.")
     on_device = torch.empty(0, device=device)
     torch.ops.hicache.set_method_table(on_device, table.values())
     _devices_with_a_table.add(on_device.device)

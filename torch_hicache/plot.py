@@ -91,7 +91,9 @@ def _draw_rates(axes: Axes, result: ReplayResult) -> None:
             color=color,
             label=f"{direction}: {result.moved(direction).gbps:.1f} GB/s over all",
         )
-    axes.set(xlabel="MiB in one transfer", ylabel="GB/s", xscale="log")
+    axes.set(xlabel="MiB in one transfer", ylabel="GB/s")
+    if any(result.moved(direction).num_bytes for direction, _ in _directions()):
+        axes.set_xscale("log")  # which an empty picture can't have
     axes.set_ylim(bottom=0)
     axes.legend(loc="lower right")
 

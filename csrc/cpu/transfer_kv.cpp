@@ -160,8 +160,8 @@ std::string explain_as_if(const std::vector<Tensor>& dst, const std::vector<Tens
                           const std::optional<Tensor>& count, const std::string& method,
                           const std::vector<bool>& on_device, bool capturing, bool pageable,
                           const std::vector<int64_t>& table) {
-  if (on_device.size() != 4 || table.size() != kMethodTableSize)
-    throw std::invalid_argument("[explain] on_device has 4 values and the table as many as MethodTable.");
+  if (on_device.size() != 4)
+    throw std::invalid_argument("[explain] on_device has 4 values.");
   TransferArgs args = plan_transfer(dst, src, dst_indices, src_indices, slot_dim, count, "auto", 0);
   args.method = parse_method(method);
   args.device = {1, 0};
@@ -174,8 +174,11 @@ std::string explain_as_if(const std::vector<Tensor>& dst, const std::vector<Tens
   const Direction direction = !on_device[0]   ? Direction::kStore
                               : !on_device[1] ? Direction::kLoad
                                               : Direction::kOnDevice;
-  return plan_text(
-      choose_method(args, direction, capturing, method_table_from(table.data()), /*explains=*/true));
+  return plan_text(choose_method(args, direction, capturing, method_table_from(table), /*explains=*/true));
+}
+
+void set_method_table_cpu(const Tensor&, const std::vector<int64_t>& values) {
+  (void)method_table_from(values);
 }
 
 void check_errors_cpu(const Tensor&) {}  // bad indices on the CPU were raised by the call itself
@@ -187,5 +190,6 @@ STABLE_TORCH_LIBRARY_IMPL(hicache, CPU, m) {
   m.impl("transfer_kv", TORCH_BOX(&hicache::transfer_kv_cpu));
   m.impl("check_errors", TORCH_BOX(&hicache::check_errors_cpu));
   m.impl("explain", TORCH_BOX(&hicache::explain_cpu));
+  m.impl("set_method_table", TORCH_BOX(&hicache::set_method_table_cpu));
   m.impl("explain_as_if", TORCH_BOX(&hicache::explain_as_if));
 }

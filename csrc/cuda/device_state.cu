@@ -182,10 +182,7 @@ void check_error_record(const torch::stable::Tensor& on_device, int64_t handle) 
 }
 
 void set_method_table(const torch::stable::Tensor& on_device, const std::vector<int64_t>& values) {
-  if (values.size() != kMethodTableSize)
-    throw std::invalid_argument(
-        concat("[method_table] ", kMethodTableSize, " values are needed, got ", values.size(), "."));
-  const MethodTable table = method_table_from(values.data());
+  const MethodTable table = method_table_from(values);
   DeviceState& state = device_state(on_device.get_device_index());
   const std::lock_guard<std::mutex> guard(state.mutex);
   state.table = table;

@@ -24,7 +24,8 @@ namespace hicache {
 namespace {
 
 constexpr int64_t kSkipped = -1;
-// All SMs of an H200 for some 50 microseconds a buffer: the model's kernels wait less than for fewer SMs longer.
+// All SMs of an H200 for some 50 microseconds a buffer: the model's kernels wait less than for fewer SMs
+// longer.
 constexpr int64_t kStagedBlocks = 132;
 
 // Entries [first, first + size) of the call, as they lie in a buffer.
