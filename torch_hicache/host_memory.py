@@ -149,7 +149,7 @@ _DLManagedTensor._fields_ = (
     ("deleter", _Deleter),
 )
 
-_DL_DEVICE_TYPES = {"cpu": 1, "cuda": 2}
+_DL_DEVICE_TYPES = {"cpu": 1, "cuda": 2, "npu": 12}  # 12: what owns PrivateUse1
 _DL_UINT8 = _DLDataType(1, 8, 1)
 _alive: dict[int, tuple[object, ...]] = {}  # address of a managed struct -> all that it needs
 

@@ -18,26 +18,31 @@ GUARD_BYTES = 64  # on either side of a strided_tensor; keeps the alignment of t
 
 # --- Devices ------------------------------------------------------------------------------------
 
+_BACKEND_OF_DEVICE = {"cuda": "cuda", "npu": "ascend"}
+
 
 def missing_reason(device: str) -> str:
-    """Why tests can't run on "cpu", "cuda" or, for a second GPU, "cuda:1"; empty when they can."""
+    """Why tests can't run on "cpu", "cuda", "npu" or, for a second one, "cuda:1"; empty when they can."""
     name, _, index = device.partition(":")
     if name == "cpu":
         return ""
-    if name != "cuda":
+    if name not in _BACKEND_OF_DEVICE:
         return f"there is no backend for '{device}' here"
-    if not torch.cuda.is_available():
-        return "torch.cuda.is_available() is False"
-    backend = next(backend for backend in backends() if backend.name == name)
+    module = getattr(torch, name, None)
+    if module is None:
+        return f"torch.{name} is missing"
+    if not module.is_available():
+        return f"torch.{name}.is_available() is False"
+    backend = next(backend for backend in backends() if backend.name == _BACKEND_OF_DEVICE[name])
     if not backend.loaded:
-        return f"the {name} backend is not loaded: {backend.reason}"
-    count = torch.cuda.device_count()
-    return "" if int(index or 0) < count else f"torch.cuda.device_count() is {count}"
+        return f"the {backend.name} backend is not loaded: {backend.reason}"
+    count = module.device_count()
+    return "" if int(index or 0) < count else f"torch.{name}.device_count() is {count}"
 
 
 def devices() -> list[str]:
     """The devices that this machine, this torch and this build can run on."""
-    return [device for device in ("cpu", "cuda") if not missing_reason(device)]
+    return [device for device in ("cpu", "cuda", "npu") if not missing_reason(device)]
 
 
 @dataclass(frozen=True)
