@@ -72,13 +72,13 @@ def test_symbolic_shapes_need_no_data() -> None:
 
 OPCHECKS: dict[str, Callable[[str], tuple[tuple, dict]]] = {
     "one plane": lambda d: (
-        ([torch.rand(9, 4, device=d)], [torch.rand(8, 4, device=d)], *ints(d, [0, 8], [1, 1])),
+        ([torch.rand(9, 4).to(d)], [torch.rand(8, 4).to(d)], *ints(d, [0, 8], [1, 1])),
         {},
     ),
     "stacks and padding": lambda d: (
         (
-            [torch.rand(2, 9, 4, device=d), torch.rand(3, 9, 4, device=d)],
-            [torch.rand(2, 8, 4, device=d), torch.rand(3, 8, 4, device=d)],
+            [torch.rand(2, 9, 4).to(d), torch.rand(3, 9, 4).to(d)],
+            [torch.rand(2, 8, 4).to(d), torch.rand(3, 8, 4).to(d)],
             *ints(d, [0, -1, 3], [1, 1, 7]),
         ),
         {"slot_dim": 1, "count": torch.tensor(2, device=d)},
@@ -93,34 +93,34 @@ OPCHECKS: dict[str, Callable[[str], tuple[tuple, dict]]] = {
     ),
     "strided": lambda d: (
         (
-            [torch.rand(4, 9, 6, device=d).transpose(0, 1)[:, :, ::2]],
-            [torch.rand(8, 4, 3, device=d)],
+            [torch.rand(4, 9, 6).to(d).transpose(0, 1)[:, :, ::2]],
+            [torch.rand(8, 4, 3).to(d)],
             *ints(d, [4, 5], [0, 7]),
         ),
         {},
     ),
     "no entries": lambda d: (
-        ([torch.rand(9, 4, device=d)], [torch.rand(8, 4, device=d)], *ints(d, [], [])),
+        ([torch.rand(9, 4).to(d)], [torch.rand(8, 4).to(d)], *ints(d, [], [])),
         {},
     ),
     "no planes": lambda d: (([], [], *ints(d, [1, 2], [3, 4])), {}),
     "source that requires grad": lambda d: (
         (
-            [torch.rand(9, 4, device=d)],
-            [torch.rand(8, 4, device=d).requires_grad_()],
+            [torch.rand(9, 4).to(d)],
+            [torch.rand(8, 4).to(d).requires_grad_()],
             *ints(d, [4, 5], [0, 7]),
         ),
         {},
     ),
     "indices on the CPU": lambda d: (
-        ([torch.rand(9, 4, device=d)], [torch.rand(8, 4, device=d)], *ints("cpu", [0, 8], [1, 1])),
+        ([torch.rand(9, 4).to(d)], [torch.rand(8, 4).to(d)], *ints("cpu", [0, 8], [1, 1])),
         {"count": torch.tensor(2)},
     ),
 }
 
 
 def ints(device: str, *lists: list[int]) -> list[Tensor]:
-    return [torch.tensor(values, dtype=torch.int64, device=device) for values in lists]
+    return [torch.tensor(values, dtype=torch.int64).to(device) for values in lists]
 
 
 @pytest.mark.parametrize("name", OPCHECKS)

@@ -7,7 +7,7 @@ from torch_hicache import _backends
 _backends.load()
 
 # ops.py needs the schemas that load() has just brought in.
-from torch_hicache import ops  # noqa: E402
+from torch_hicache import memfabric, ops  # noqa: E402
 from torch_hicache._backends import Backend, backends  # noqa: E402
 from torch_hicache.host_memory import device_view, empty_host  # noqa: E402
 from torch_hicache.ops import check_errors, transfer_kv  # noqa: E402
@@ -24,6 +24,7 @@ __all__ = [
     "check_errors",
     "device_view",
     "empty_host",
+    "memfabric",
     "ops",
     "transfer_kv",
 ]

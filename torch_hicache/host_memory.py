@@ -8,12 +8,16 @@ import contextlib
 import ctypes
 import math
 import mmap
+import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-KINDS = ("auto", "pinned", "pageable")
+from torch_hicache import memfabric
+
+KINDS = ("auto", "pinned", "pageable", "memfabric")
+KIND_VARIABLE = "HICACHE_HOST_KIND"  # what "auto" means for an accelerator
 
 
 class _PinnedMemory(mmap.mmap):
@@ -58,8 +62,10 @@ def empty_host(
         dtype: any dtype.
         device: the accelerator whose transfers use the memory, or "cpu".
         kind: "pinned" (page-locked through the device's runtime, exactly as large as asked, rounded up
-            to a page), "pageable" (plain memory: for the CPU, no kernel may touch it) or "auto":
-            pinned for an accelerator, pageable for the CPU.
+            to a page), "pageable" (plain memory: for the CPU, no kernel may touch it), "memfabric" (for
+            an NPU, see `torch_hicache.memfabric`) or "auto": pageable for the CPU, for an NPU memfabric
+            where its package is installed, else pinned. The environment variable HICACHE_HOST_KIND
+            overrides what "auto" is for an accelerator.
 
     The memory is released when the last tensor over it is gone, after the work that uses it.
 
@@ -73,7 +79,9 @@ def empty_host(
     if any(size < 0 for size in shape):
         raise ValueError(f"[empty_host] shape must not be negative, got {list(shape)}.")
     if kind == "auto":
-        kind = "pageable" if device.type == "cpu" else "pinned"
+        kind = _kind_for(device)
+    if kind == "memfabric" and (reason := _no_memfabric(device)):
+        raise ValueError(f"[empty_host] kind 'memfabric' {reason}.")
     if kind == "pinned" and device.type == "cpu":
         raise ValueError(
             "[empty_host] kind 'pinned' needs an accelerator as device, got cpu; use 'pageable'."
@@ -84,8 +92,36 @@ def empty_host(
             return torch.empty(tuple(shape), dtype=dtype)
         except RuntimeError as error:
             raise MemoryError(f"[empty_host] the system gave no {nbytes:,} bytes: {error}") from None
+    if kind == "memfabric":
+        return _tensor_over(memfabric.allocate(nbytes, device)).view(dtype).view(tuple(shape))
     memory = _PinnedMemory.allocate(nbytes, device)
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes).view(dtype).view(tuple(shape))
+
+
+def _no_memfabric(device: torch.device) -> str:
+    if device.type != "npu":
+        return f"needs an NPU as device, got {device}"
+    return memfabric.missing_reason()
+
+
+def _kind_for(device: torch.device) -> str:
+    """What "auto" is: the memory that the device's kernels reach fastest."""
+    if device.type == "cpu":
+        return "pageable"
+    if kind := os.environ.get(KIND_VARIABLE):
+        if kind not in KINDS[1:]:
+            raise ValueError(
+                f"[empty_host] {KIND_VARIABLE} must be one of {', '.join(KINDS[1:])}, got '{kind}'."
+            )
+        return kind
+    return "pinned" if _no_memfabric(device) else "memfabric"
+
+
+def _tensor_over(memory: memfabric.MemfabricBlock) -> Tensor:
+    """Flat bytes that own `memory`."""
+    buffer = (ctypes.c_uint8 * memory.nbytes).from_address(memory.address)
+    buffer.memory = memory  # type: ignore[attr-defined]
+    return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def device_view(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -1,9 +1,11 @@
 """Builds the simulated driver, and the kernel for its emulated AI cores.
 
-What torch_npu refers to and the simulator does not define becomes a function that returns an error.
-`python build.py FOLDER` writes the libraries there; site/sitecustomize.py loads them.
+What torch_npu and Memfabric look for and the simulator does not define becomes a function that returns an
+error. `python build.py FOLDER` makes the folder look like an installation of CANN, as far as they look;
+site/sitecustomize.py loads the libraries.
 """
 
+import re
 import subprocess
 import sys
 from importlib.metadata import files
@@ -13,9 +15,21 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 EMULATION = HERE.parent / "ascend_emulation"
 KERNEL = ROOT / "csrc" / "ascend" / "kv_exchange_kernel.cpp"
-EMPTY = ("hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")
-PREFIXES = ("acl", "rt", "Hccl", "Msprof")
+EMPTY = (
+    "hccl",
+    "acl_op_compiler",
+    "ge_runner",
+    "graph",
+    "acl_tdt_channel",
+    "ascend_hal",
+    "ra",
+    "tsdclient",
+)
+PREFIXES = ("acl", "rt", "Hccl", "Msprof", "hal", "drv", "Ra", "ra_", "Tsd")
+# The newest that this Memfabric knows; it compares.
+DRIVER_VERSION = "Innerversion=V100R001C23SPC005B219"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra")
+MEMFABRIC_KERNELS = ("SparseCopy", "GroupPackCopy", "KvExchange", "EntryGather")
 
 
 def package_folder(distribution: str, name: str) -> Path:
@@ -38,9 +52,11 @@ def symbols(library: Path, which: str) -> set[str]:
     return {line.split()[-1].split("@")[0] for line in lines}
 
 
-def missing_functions(torch_npu: Path, defined: set[str]) -> list[str]:
-    """C functions of the driver that torch_npu's libraries need and nobody defines."""
-    needed: set[str] = set()
+def missing_functions(torch_npu: Path, memfabric: Path, defined: set[str]) -> list[str]:
+    """C functions of the driver that the packages link to, or look up by name, and nobody defines."""
+    core = (memfabric / "lib" / "libmf_hybm_core.so").read_bytes()
+    pattern = rb"\0((?:%s)\w+)(?=\0)" % "|".join(PREFIXES).encode()
+    needed = {name.decode() for name in re.findall(pattern, core)}
     for library in (torch_npu / "lib").glob("lib*.so"):
         if library.name != "libop_plugin_atb.so":  # loaded only for an optional package
             needed |= symbols(library, "--undefined-only")
@@ -55,10 +71,11 @@ def link(output: Path, *inputs: object) -> Path:
 def build_driver(folder: Path) -> None:
     """libascendcl.so with all functions, libopapi.so, and the libraries that only have to be there."""
     torch_npu = package_folder("torch-npu", "torch_npu")
+    memfabric = package_folder("memfabric-hybrid", "memfabric_hybrid")
     headers = ("-isystem", torch_npu / "include/third_party/acl/inc", "-I", HERE)
     headers += ("-Wno-deprecated-declarations",)
     objects = []
-    for name in ("memory", "streams", "acl"):
+    for name in ("memory", "streams", "acl", "hal"):
         objects.append(folder / f"{name}.o")
         run("g++", *FLAGS, *headers, "-c", HERE / f"{name}.cpp", "-o", objects[-1])
     driver = link(folder / "libascendcl.so", *objects)
@@ -66,7 +83,7 @@ def build_driver(folder: Path) -> None:
     stubs.write_text(
         "".join(
             f'extern "C" int {name}() {{ return 207000; }}\n'
-            for name in missing_functions(torch_npu, symbols(driver, "--defined-only"))
+            for name in missing_functions(torch_npu, memfabric, symbols(driver, "--defined-only"))
         )
     )
     link(driver, *objects, stubs)
@@ -75,6 +92,22 @@ def build_driver(folder: Path) -> None:
     link(folder / "libopapi.so", HERE / "opapi.cpp", *headers, *with_driver)
     for name in EMPTY:
         link(folder / f"lib{name}.so", *with_driver)
+    link(folder / "libpreload.so", HERE / "preload.cpp")
+    (folder / "version.info").write_text(DRIVER_VERSION + "\n")
+    for part in ("runtime", "compiler"):  # torch_npu wants to see them
+        (folder / part).mkdir(exist_ok=True)
+    if not (folder / "lib64").exists():
+        (folder / "lib64").symlink_to(".")
+
+
+def complete_memfabric(folder: Path) -> None:
+    """Its own kernels, which its wheel holds as an empty file for a CANN machine to build."""
+    library = package_folder("memfabric-hybrid", "memfabric_hybrid") / "lib" / "libmf_hybm_accoffload.so"
+    if library.stat().st_size == 0:
+        source = folder / "accoffload.cpp"
+        functions = (f'extern "C" void AccOffload{name}() {{}}\n' for name in MEMFABRIC_KERNELS)
+        source.write_text("".join(functions))
+        link(library, source)
 
 
 def build_kernel(folder: Path, source: Path = KERNEL, output: str = "_ascend_kernel.so") -> Path:
@@ -89,3 +122,4 @@ if __name__ == "__main__":
     target.mkdir(parents=True, exist_ok=True)
     build_driver(target)
     build_kernel(target)
+    complete_memfabric(target)

@@ -7,9 +7,14 @@ libraries are what torch_npu and Memfabric find under the driver's names, also i
 import ctypes
 import os
 
-LIBRARIES = ("ascendcl", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "opapi")
+LIBRARIES = (
+    *("ascendcl", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "opapi"),
+    *("ascend_hal", "ra", "tsdclient"),
+)
 
 if folder := os.environ.get("HICACHE_ASCEND_SIM"):
+    os.environ.setdefault("ASCEND_MF_LOG_LEVEL", "3")  # errors only
+    os.environ["ASCEND_HOME_PATH"] = os.environ["ASCEND_OPP_PATH"] = folder
     for name in LIBRARIES:
         ctypes.CDLL(f"{folder}/lib{name}.so", ctypes.RTLD_GLOBAL)
     os.environ.setdefault("HICACHE_ASCEND_KERNEL", f"{folder}/_ascend_kernel.so")
