@@ -11,6 +11,7 @@ from torch_hicache import memfabric, ops  # noqa: E402
 from torch_hicache._backends import Backend, backends  # noqa: E402
 from torch_hicache.host_memory import device_view, empty_host  # noqa: E402
 from torch_hicache.ops import check_errors, transfer_kv  # noqa: E402
+from torch_hicache.staging import to_device_no_sync  # noqa: E402
 
 try:
     __version__ = version("torch_hicache")
@@ -26,5 +27,6 @@ __all__ = [
     "empty_host",
     "memfabric",
     "ops",
+    "to_device_no_sync",
     "transfer_kv",
 ]

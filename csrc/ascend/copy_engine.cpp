@@ -1,7 +1,6 @@
 #include "copy_engine.h"
 
 #include <algorithm>
-#include <atomic>
 
 #include "host_memory.h"
 #include "runtime.h"
@@ -63,26 +62,21 @@ class Copier {
 
   // False where the driver has no such copy, or not for this kind or these strides.
   bool copy_2d(const Rectangle& part) {
-    static std::atomic<bool> is_supported{true};
     if (part.height == 1 || is_pageable_ || kind_ == kDeviceToDevice || part.dst_stride < part.width ||
-        part.src_stride < part.width || driver().memcpy_2d_async == nullptr || !is_supported)
+        part.src_stride < part.width || driver().memcpy_2d_async == nullptr)
       return false;
     flush();
     const int status = driver().memcpy_2d_async(
         part.dst, static_cast<size_t>(part.dst_stride), part.src, static_cast<size_t>(part.src_stride),
         static_cast<size_t>(part.width), static_cast<size_t>(part.height), kind_, stream_);
-    if (is_not_supported(status)) {
-      is_supported = false;
+    if (is_not_supported(status))
       return false;
-    }
     check_acl(status, "aclrtMemcpy2dAsync");
     return true;
   }
 
   bool copy_batch() {
-    static std::atomic<bool> is_supported{true};
-    if (dsts_.size() == 1 || kind_ == kDeviceToDevice || driver().memcpy_batch_async == nullptr ||
-        !is_supported)
+    if (dsts_.size() == 1 || kind_ == kDeviceToDevice || driver().memcpy_batch_async == nullptr)
       return false;
     BatchAttribute attribute{};
     const auto device = static_cast<uint32_t>(device_index_);
@@ -93,10 +87,8 @@ class Copier {
     size_t first_use = 0, failed = 0;
     const int status = driver().memcpy_batch_async(dsts_.data(), sizes_.data(), srcs_.data(), sizes_.data(),
                                                    dsts_.size(), &attribute, &first_use, 1, &failed, stream_);
-    if (is_not_supported(status)) {
-      is_supported = false;
+    if (is_not_supported(status))
       return false;
-    }
     check_acl(status, "aclrtMemcpyBatchAsync");
     return true;
   }

@@ -31,7 +31,7 @@ namespace emulation {
 constexpr int64_t kBlockBytes = 32;
 
 struct Counters {
-  int64_t launches, load_requests, store_requests, loaded_bytes, stored_bytes, max_buffers_in_flight;
+  int64_t launches, load_requests, store_requests, loaded_bytes, stored_bytes, max_buffers_in_flight, blocks;
 };
 struct Settings {
   int64_t buffer_bytes = 196608;

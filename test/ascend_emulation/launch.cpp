@@ -19,6 +19,7 @@ std::string last_error;
 
 int run_kernel(uint32_t blocks, void* params) {
   ++counters.launches;
+  counters.blocks = blocks;
   for (int64_t i = 0; i < blocks; ++i) {
     Core running;
     running.index = settings.backward ? blocks - 1 - i : i;

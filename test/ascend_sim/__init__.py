@@ -91,6 +91,15 @@ class Simulator:
         finally:
             self.lib.sim_hold(0)
 
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """The driver says that streams are being captured."""
+        self.lib.sim_capture(1)
+        try:
+            yield
+        finally:
+            self.lib.sim_capture(0)
+
     def fail(self, name: str, error: int, passing: int = 0) -> None:
         """The call of `name` after `passing` more fails, once."""
         self.lib.sim_fail(name.encode(), passing, error)

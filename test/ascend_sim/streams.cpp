@@ -1,6 +1,7 @@
 // Streams, events, and what tests may do to them: hold all streams, make a call fail, count calls.
 #include <acl/acl.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -50,6 +51,7 @@ bool held = false;
 std::map<std::string, std::pair<int, int>> faults;  // name -> calls to let pass, error
 std::map<std::string, int> calls;
 int host_syncs = 0;
+std::atomic<bool> captures{false};
 std::vector<Stream*> streams;
 Stream* default_streams[kDevices];
 thread_local int device_of_thread = 0;
@@ -210,6 +212,11 @@ using sim::Stream;
 
 // --- For tests ----------------------------------------------------------------------------------
 
+// Lets the driver say that streams are being captured; nothing is.
+SIM_API void sim_capture(int captures) {
+  sim::captures = captures != 0;
+}
+
 // While held, no stream starts a task.
 SIM_API void sim_hold(int holds) {
   const std::lock_guard<std::mutex> lock(sim::state_mutex);
@@ -301,6 +308,12 @@ SIM_API aclError aclrtSynchronizeDevice() {
 SIM_API aclError aclrtSynchronizeDeviceWithTimeout(int32_t) {
   SIM_ENTER();
   return sim::synchronize_device();
+}
+
+SIM_API aclError aclmdlRICaptureGetInfo(aclrtStream, aclmdlRICaptureStatus* status, aclmdlRI* model) {
+  *status = sim::captures ? ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE : ACL_MODEL_RI_CAPTURE_STATUS_NONE;
+  *model = nullptr;
+  return sim::kSuccess;
 }
 
 SIM_API aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t) {
