@@ -178,3 +178,12 @@ def test_the_package_is_typed_and_its_record_fits() -> None:
     assert set(record) == {"built", "missing"}
     assert "cpu" in record["built"]
     assert not set(record["built"]) & set(record["missing"])
+
+
+def test_ascend_is_loaded_with_torch_npu_only() -> None:
+    backend = next(backend for backend in torch_hicache.backends() if backend.name == "ascend")
+    has_npu = torch._C._get_privateuse1_backend_name() == "npu"
+    assert backend.loaded == (backend.built and has_npu)
+    if backend.built and not has_npu:
+        assert backend.reason == "torch_npu is not imported"
+        assert backend.remedy == "install torch_npu and import it before torch_hicache"

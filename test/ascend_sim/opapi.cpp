@@ -2,6 +2,7 @@
 // tensors on the device. Each runs in stream order on the simulator's side of device memory.
 #include <acl/acl.h>
 
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <vector>
@@ -20,6 +21,7 @@ struct aclScalar {
   double real;
   int64_t integer;
 };
+struct aclIntArray {};
 struct aclTensorList {
   std::vector<const aclTensor*> tensors;
 };
@@ -171,6 +173,35 @@ int fill(const aclTensor& dst, const aclScalar& value) {
   return 0;
 }
 
+// Of numbers; what is no float or integer is compared by its bits.
+int is_close(const aclTensor& a, const aclTensor& b, double rtol, double atol, const aclTensor& out) {
+  const int64_t count = elements(out);
+  if (count == 0)
+    return 0;
+  Walk left(a, out.sizes), right(b, out.sizes), to(out, out.sizes);
+  if (left.bytes == nullptr || right.bytes == nullptr || to.bytes == nullptr)
+    return sim::kAiCoreException;
+  for (int64_t i = 0; i < count; ++i, left.next(), right.next(), to.next()) {
+    const double x = read_number(left.bytes, a.type).real, y = read_number(right.bytes, b.type).real;
+    const bool same = std::memcmp(left.bytes, right.bytes, item_bytes(a.type)) == 0;
+    write_as<bool>(to.bytes, same || std::fabs(x - y) <= atol + rtol * std::fabs(y));
+  }
+  return 0;
+}
+
+// Over all dimensions.
+int all_true(const aclTensor& src, const aclTensor& out) {
+  bool all = true;
+  if (elements(src) > 0) {
+    Walk from(src, src.sizes);
+    if (from.bytes == nullptr)
+      return sim::kAiCoreException;
+    for (int64_t i = 0; i < elements(src); ++i, from.next())
+      all = all && read_number(from.bytes, src.type).real != 0;
+  }
+  return fill(out, {all ? 1.0 : 0.0, all});
+}
+
 aclnnStatus prepare(uint64_t* workspace, aclOpExecutor** executor, std::function<int()> run) {
   *workspace = 0;
   *executor = new aclOpExecutor{std::move(run)};
@@ -212,6 +243,30 @@ SIM_API int aclDestroyTensorList(const aclTensorList* list) {
   return 0;
 }
 
+SIM_API aclIntArray* aclCreateIntArray(const int64_t*, uint64_t) {
+  return new aclIntArray;
+}
+SIM_API int aclDestroyIntArray(const aclIntArray* array) {
+  delete array;
+  return 0;
+}
+
+SIM_API aclnnStatus aclnnIsCloseGetWorkspaceSize(const aclTensor* a, const aclTensor* b, double rtol,
+                                                 double atol, bool, aclTensor* out, uint64_t* workspace,
+                                                 aclOpExecutor** executor) {
+  return prepare(workspace, executor,
+                 [a = *a, b = *b, rtol, atol, out = *out] { return is_close(a, b, rtol, atol, out); });
+}
+SIM_API aclnnStatus aclnnIsClose(void*, uint64_t, aclOpExecutor* executor, aclrtStream stream) {
+  return run(executor, stream);
+}
+SIM_API aclnnStatus aclnnAllGetWorkspaceSize(const aclTensor* src, const aclIntArray*, bool, aclTensor* out,
+                                             uint64_t* workspace, aclOpExecutor** executor) {
+  return prepare(workspace, executor, [src = *src, out = *out] { return all_true(src, out); });
+}
+SIM_API aclnnStatus aclnnAll(void*, uint64_t, aclOpExecutor* executor, aclrtStream stream) {
+  return run(executor, stream);
+}
 SIM_API aclnnStatus aclnnInplaceCopyGetWorkspaceSize(aclTensor* dst, const aclTensor* src, uint64_t* workspace,
                                                      aclOpExecutor** executor) {
   return prepare(workspace, executor, [dst = *dst, src = *src] { return copy(dst, src); });
