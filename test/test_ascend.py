@@ -208,6 +208,15 @@ class TestSubmissions:
         check_transfer([device], [host[:, 1]], torch.arange(5, 35), torch.arange(30))
         assert sim.calls("aclrtMemcpy2dAsync") == 1
 
+    def test_rectangles_beyond_the_limit_of_the_driver_are_rows(self, sim: Simulator) -> None:
+        row = 5 * 1024 * 1024 + 1
+        host = torch.empty(3, row + 7, dtype=torch.uint8, pin_memory=True)
+        device = torch.zeros(3, row, dtype=torch.uint8, device="npu")
+        fill_pool([host])
+        sim.forget()
+        check_transfer([device], [host[:, :row]], torch.tensor([0, 1]), torch.tensor([1, 2]))
+        assert sim.calls("aclrtMemcpy2dAsync") == 0
+
     @pytest.mark.parametrize("name", ["aclrtMemcpyBatchAsync", "aclrtMemcpy2dAsync"])
     def test_copies_that_the_driver_lacks_fall_back(self, sim: Simulator, name: str) -> None:
         device_pool, host_pool = pools("page_locked")

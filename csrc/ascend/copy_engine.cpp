@@ -9,6 +9,8 @@ namespace hicache {
 namespace {
 
 constexpr size_t kMaxBatch = 4096;  // of aclrtMemcpyBatchAsync
+// Width and height of aclrtMemcpy2dAsync, by CANN's documentation.
+constexpr int64_t kMaxRectangleSide = 5 * 1024 * 1024;
 
 // `height` rows of `width` bytes, each a stride further.
 struct Rectangle {
@@ -62,8 +64,9 @@ class Copier {
 
   // False where the driver has no such copy, or not for this kind or these strides.
   bool copy_2d(const Rectangle& part) {
-    if (part.height == 1 || is_pageable_ || kind_ == kDeviceToDevice || part.dst_stride < part.width ||
-        part.src_stride < part.width || driver().memcpy_2d_async == nullptr)
+    if (part.height == 1 || part.height > kMaxRectangleSide || part.width > kMaxRectangleSide || is_pageable_ ||
+        kind_ == kDeviceToDevice || part.dst_stride < part.width || part.src_stride < part.width ||
+        driver().memcpy_2d_async == nullptr)
       return false;
     flush();
     const int status = driver().memcpy_2d_async(

@@ -14,6 +14,7 @@ constexpr int64_t kVectorCores = 48;
 constexpr int64_t kBufferBytes = 196608;
 constexpr size_t kMemoryBytes = size_t{16} << 30;
 constexpr size_t kMaxBatch = 4096;
+constexpr size_t kMaxRectangleSide = 5 * 1024 * 1024;
 
 int copy_now(char* dst, const char* src, size_t dst_pitch, size_t src_pitch, size_t width, size_t height) {
   for (size_t row = 0; row < height; ++row) {
@@ -38,6 +39,13 @@ int copy_blocking(void* dst, const void* src, size_t nbytes) {
 
 bool is_pageable(const void* address) {
   return !sim::is_device(address, nullptr) && !sim::is_host_known(address);
+}
+
+bool is_at(const aclrtMemLocation& location, const void* address) {
+  int device = 0;
+  if (!sim::is_device(address, &device))
+    return location.type == ACL_MEM_LOCATION_TYPE_HOST;
+  return location.type == ACL_MEM_LOCATION_TYPE_DEVICE && location.id == static_cast<uint32_t>(device);
 }
 
 int submit_copy(void* dst, const void* src, size_t nbytes, void* stream) {
@@ -235,7 +243,8 @@ SIM_API aclError aclrtMemcpyAsync(void* dst, size_t max, const void* src, size_t
 SIM_API aclError aclrtMemcpy2dAsync(void* dst, size_t dst_pitch, const void* src, size_t src_pitch,
                                     size_t width, size_t height, aclrtMemcpyKind, aclrtStream stream) {
   SIM_ENTER();
-  if (width > dst_pitch || width > src_pitch || is_pageable(dst) || is_pageable(src))
+  if (width > dst_pitch || width > src_pitch || width > kMaxRectangleSide || height > kMaxRectangleSide ||
+      is_pageable(dst) || is_pageable(src))
     return sim::kInvalidParam;
   return sim::submit(stream, [=] {
     return copy_now(static_cast<char*>(dst), static_cast<const char*>(src), dst_pitch, src_pitch, width,
@@ -243,10 +252,12 @@ SIM_API aclError aclrtMemcpy2dAsync(void* dst, size_t dst_pitch, const void* src
   });
 }
 SIM_API aclError aclrtMemcpyBatchAsync(void** dsts, size_t* maxima, void** srcs, size_t* sizes, size_t count,
-                                       aclrtMemcpyBatchAttr*, size_t*, size_t, size_t* failed,
-                                       aclrtStream stream) {
+                                       aclrtMemcpyBatchAttr* attributes, size_t* first_uses,
+                                       size_t num_attributes, size_t* failed, aclrtStream stream) {
   SIM_ENTER();
-  if (count == 0 || count > kMaxBatch)
+  if (count == 0 || count > kMaxBatch || num_attributes != 1 || first_uses[0] != 0)
+    return sim::kInvalidParam;
+  if (!is_at(attributes->dstLoc, dsts[0]) || !is_at(attributes->srcLoc, srcs[0]))
     return sim::kInvalidParam;
   for (size_t i = 0; i < count; ++i)
     if (sizes[i] > maxima[i] || is_pageable(dsts[i]) || is_pageable(srcs[i])) {
