@@ -1,5 +1,6 @@
 # make demo    the main job on the CPU, within a minute
 # make test    the test-suite
+# make test-ascend   the Ascend backend under real torch_npu, on a simulated driver with an emulated kernel
 # make lint    every check of the sources (pre-commit)
 # make asan    the CPU backend's tests under AddressSanitizer and UBSan
 # make bench   figures of this machine
@@ -16,8 +17,14 @@ LIBRARY := torch_hicache/_C.so
 # For a newer torch beside the one that built the libraries: make test-torch TORCH=2.14.1
 TORCH ?= 2.14.1
 OTHER := .venv-torch-$(TORCH)
+# torch_npu breaks `import torch` where it finds no driver, so it has an environment of its own.
+ASCEND := .venv-ascend
+ASCEND_PACKAGES := torch==2.13.0 torch-npu==2.13.0 memfabric-hybrid==1.3.0
+ASCEND_SIM := $(CURDIR)/build/ascend_sim
+ASCEND_RUN := env HICACHE_ASCEND_SIM=$(ASCEND_SIM) HICACHE_REQUIRE=npu LD_PRELOAD=$(ASCEND_SIM)/libpreload.so \
+  PYTHONPATH=$(CURDIR)/test/ascend_sim/site:$(CURDIR) timeout --kill-after=10 900 $(ASCEND)/bin/python -m pytest -q
 
-.PHONY: setup build demo test test-torch lint asan bench wheel clean
+.PHONY: setup build demo test test-ascend test-torch lint asan bench wheel clean
 .DEFAULT_GOAL := build
 
 setup: $(VENV)/installed
@@ -44,6 +51,19 @@ demo: build
 
 test: build
 	$(BIN)/python -m pytest
+
+$(ASCEND)/installed: requirements.txt Makefile
+	$(PYTHON) -m venv $(ASCEND)
+	$(ASCEND)/bin/python -m pip install --quiet $(ASCEND_PACKAGES) pyyaml setuptools \
+	  $$(grep -E '^(numpy|rich|pytest|expecttest|hypothesis)==' requirements.txt)
+	touch $@
+
+# The op's suite on npu tensors, then what is Ascend's alone. Inductor generates no code for an NPU.
+test-ascend: build $(ASCEND)/installed
+	$(ASCEND)/bin/python test/ascend_sim/build.py $(ASCEND_SIM)
+	$(ASCEND_RUN) -k "npu and not all_lengths" test/test_transfer_kv.py test/test_indices.py \
+	  test/test_overlap.py test/test_errors.py test/test_fake.py test/test_fuzz.py
+	$(ASCEND_RUN) test/test_ascend_sim.py test/test_ascend_kernel.py test/test_ascend.py test/test_memfabric.py
 
 # The same libraries under another torch, from the wheel.
 test-torch: wheel

@@ -5,6 +5,10 @@ torch from 2.10 on. A backend is built where its compiler is found:
 
     _C     schemas and the CPU backend   any C++17 compiler
     _cuda  NVIDIA                        nvcc 12.x or 13.x, also against a CPU-only torch
+    _ascend  Ascend (host side)          any C++17 compiler; CANN's functions are found at run time
+
+The AI-vector kernel of the Ascend backend needs CANN's compiler and is a library of its own, see
+docs/ascend.md.
 
 HICACHE_BACKENDS=cpu,cuda   builds exactly these; what a listed one lacks is an error
 TORCH_CUDA_ARCH_LIST="9.0"  compute capabilities, "+PTX" as in torch's own extensions
@@ -40,8 +44,17 @@ SOURCES = {
         "cuda/device_state.cu",
         "cuda/host_memory.cpp",
     ],
+    "ascend": [
+        *SHARED_SOURCES,
+        "ascend/transfer_kv.cpp",
+        "ascend/kv_exchange.cpp",
+        "ascend/copy_engine.cpp",
+        "ascend/device_state.cpp",
+        "ascend/host_memory.cpp",
+        "ascend/runtime.cpp",
+    ],
 }
-LIBRARY = {"cpu": "_C", "cuda": "_cuda"}
+LIBRARY = {"cpu": "_C", "cuda": "_cuda", "ascend": "_ascend"}
 DEFAULT_CUDA_ARCHS = "8.0+PTX;9.0;10.0;12.0"
 # The oldest driver branch that runs a library built with this major version of the toolkit.
 MIN_CUDA_DRIVER = {12: "525", 13: "580"}
@@ -126,6 +139,7 @@ class NinjaFile:
         self.build_dir = build_dir
         self.output_dir = output_dir
         self.lines: list[str] = []
+        self.cxx_flags = ""  # of host code; add_cpu sets them
         self.record: dict[str, dict[str, str]] = {}
         self.torch_lib = torch_dir / "lib"
         # No symbol of libtorch.so itself is used, but its name pulls in the libraries that are.
@@ -151,6 +165,7 @@ class NinjaFile:
             else ""
         )
         flags = f"{self.common} -O3 -fPIC -fvisibility=hidden -Wall -Wextra -Werror{sanitize}"
+        self.cxx_flags = flags
         self.rule("cxx", f"{cxx} -MMD -MF $out.d {flags} -c $in -o $out", "CXX $out")
         self.lines += [
             "rule link_cpu",
@@ -158,8 +173,20 @@ class NinjaFile:
             "  description = LINK $out",
             "",
         ]
-        self.library("cpu", "cxx", "link_cpu")
+        self.library("cpu", "cxx", "cxx", "link_cpu")
         self.record["cpu"] = {"compiler": cxx, "torch_headers": self.torch_version}
+
+    def add_ascend(self) -> None:
+        """Behind add_cpu, whose compiler and link it shares."""
+        cxx = os.environ.get("CXX", "c++")
+        name = '-DHICACHE_PRIVATE_DEVICE_NAME=\\"npu\\"'
+        self.rule(
+            "cxx_ascend",
+            f"{cxx} -MMD -MF $out.d {self.cxx_flags} {name} -c $in -o $out",
+            "CXX $out",
+        )
+        self.library("ascend", "cxx_ascend", "cxx_ascend", "link_cpu")
+        self.record["ascend"] = {"compiler": cxx, "torch_headers": self.torch_version}
 
     def add_cuda(self) -> None:
         nvcc = find_nvcc()
@@ -179,7 +206,7 @@ class NinjaFile:
             "  description = LINK $out",
             "",
         ]
-        self.library("cuda", "nvcc", "link_cuda")
+        self.library("cuda", "nvcc", "cxx", "link_cuda")
         major = int(version.split(".")[0])
         self.record["cuda"] = {
             "cuda_toolkit": version,
@@ -187,10 +214,10 @@ class NinjaFile:
             "min_driver": MIN_CUDA_DRIVER.get(major, "unknown"),
         }
 
-    def library(self, backend: str, device_rule: str, link_rule: str) -> None:
+    def library(self, backend: str, device_rule: str, shared_rule: str, link_rule: str) -> None:
         objects = []
         for source in SOURCES[backend]:
-            rule = device_rule if source.startswith(f"{backend}/") else "cxx"
+            rule = device_rule if source.startswith(f"{backend}/") else shared_rule
             target = self.build_dir / backend / (source.replace("/", "_") + ".o")
             objects.append(str(target))
             self.lines += [f"build {target}: {rule} {CSRC / source}"]
@@ -222,6 +249,8 @@ class BuildBackends(build_ext):
         build.add_cpu()
         if "cuda" in backends:
             build.add_cuda()
+        if "ascend" in backends:
+            build.add_ascend()
         build.run()
         # A copy, so that the source tree and the wheel hold the very same libraries.
         package = ROOT if self.inplace else Path(self.build_lib).resolve()

@@ -41,6 +41,8 @@ STABLE_TORCH_LIBRARY(hicache, m) {
   // Host memory of the accelerator that `on_device` is on; host_memory.py is their only caller.
   // Addresses are integers because no tensor exists yet (or no longer) where they are needed.
   m.def("register_host_memory(Tensor on_device, int address, int nbytes) -> ()");
+  // Host memory that the device reaches already, at an address that its owner knows.
+  m.def("map_host_memory(Tensor on_device, int address, int nbytes, int device_address) -> ()");
   m.def("unregister_host_memory(Tensor on_device, int address) -> ()");
   m.def("host_device_address(Tensor on_device, int address, int nbytes) -> int");
 }

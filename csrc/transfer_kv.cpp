@@ -11,6 +11,11 @@
 #include <limits>
 #include <stdexcept>
 
+// What torch calls the out-of-tree device that this library serves; setup.py knows it for each backend.
+#ifndef HICACHE_PRIVATE_DEVICE_NAME
+#define HICACHE_PRIVATE_DEVICE_NAME "privateuseone"
+#endif
+
 namespace hicache {
 namespace {
 
@@ -438,7 +443,7 @@ std::string device_name(const Device& device) {
     case 6:
       return concat("hip:", device.index);
     case 20:
-      return concat("privateuseone:", device.index);
+      return concat(HICACHE_PRIVATE_DEVICE_NAME ":", device.index);
     default:
       return concat("device type ", device.type, ":", device.index);
   }

@@ -8,13 +8,14 @@ is a failure, whatever skipped it. Tests that are bound to no backend may skip, 
 import os
 from collections.abc import Generator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from torch_hicache import check_errors, testing
 
-BACKENDS = ("cpu", "cuda")
+BACKENDS = ("cpu", "cuda", "npu")
 BINDINGS = (*BACKENDS, "cuda:1")  # the last for tests of two GPUs
 REQUIRED = tuple(name for name in os.environ.get("HICACHE_REQUIRE", "").split(",") if name)
 
@@ -61,13 +62,19 @@ def checked_placement(request: pytest.FixtureRequest) -> testing.Placement:
     return request.param
 
 
+def _module_of(name: str) -> ModuleType:
+    """torch.cuda of "cuda:1"."""
+    return getattr(torch, name.partition(":")[0])
+
+
 @pytest.fixture(autouse=True)
 def _no_error_is_left(request: pytest.FixtureRequest) -> Generator[None, None, None]:
     """A bad index that a kernel recorded must not surface in the next test."""
     yield
     for mark in request.node.iter_markers("backend"):
-        if mark.args[0] != "cpu" and torch.cuda.is_initialized():
-            check_errors(mark.args[0])
+        name = mark.args[0]
+        if name != "cpu" and not testing.missing_reason(name) and _module_of(name).is_initialized():
+            check_errors(name)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

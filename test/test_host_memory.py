@@ -120,7 +120,12 @@ def test_lists_and_sizes_of_torch_are_shapes(device: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "device", "kind", "text"),
     [
-        ((4,), "cpu", "huge", "[empty_host] kind must be one of auto, pinned, pageable, got 'huge'."),
+        (
+            (4,),
+            "cpu",
+            "huge",
+            "[empty_host] kind must be one of auto, pinned, pageable, memfabric, got 'huge'.",
+        ),
         ((4, -1), "cpu", "auto", "[empty_host] shape must not be negative, got [4, -1]."),
         (
             (4,),

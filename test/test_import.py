@@ -173,8 +173,17 @@ def test_libraries_name_libtorch_as_needed(library: Path) -> None:
 
 def test_the_package_is_typed_and_its_record_fits() -> None:
     assert (FOLDER / "py.typed").is_file()
-    assert {path.name for path in LIBRARIES} <= {"_C.so", "_cuda.so"}
+    assert {path.name for path in LIBRARIES} <= {"_C.so", "_cuda.so", "_ascend.so"}
     record = _backends._build_record()
     assert set(record) == {"built", "missing"}
     assert "cpu" in record["built"]
     assert not set(record["built"]) & set(record["missing"])
+
+
+def test_ascend_is_loaded_with_torch_npu_only() -> None:
+    backend = next(backend for backend in torch_hicache.backends() if backend.name == "ascend")
+    has_npu = torch._C._get_privateuse1_backend_name() == "npu"
+    assert backend.loaded == (backend.built and has_npu)
+    if backend.built and not has_npu:
+        assert backend.reason == "torch_npu is not imported"
+        assert backend.remedy == "install torch_npu and import it before torch_hicache"

@@ -7,7 +7,7 @@ from torch_hicache import _backends
 _backends.load()
 
 # ops.py needs the schemas that load() has just brought in.
-from torch_hicache import ops  # noqa: E402
+from torch_hicache import memfabric, ops  # noqa: E402
 from torch_hicache._backends import Backend, backends  # noqa: E402
 from torch_hicache.engine import TransferEngine  # noqa: E402
 from torch_hicache.host_memory import (  # noqa: E402
@@ -22,6 +22,7 @@ from torch_hicache.ops import check_errors, transfer_kv  # noqa: E402
 from torch_hicache.plan import MethodTable, Plan, explain, set_method_table  # noqa: E402
 from torch_hicache.pool import DevicePool, HostPool  # noqa: E402
 from torch_hicache.shared_memory import SharedHostMemory  # noqa: E402
+from torch_hicache.staging import to_device_no_sync  # noqa: E402
 from torch_hicache.ticket import Ticket, TransferCancelled  # noqa: E402
 
 try:
@@ -47,9 +48,11 @@ __all__ = [
     "device_view",
     "empty_host",
     "explain",
+    "memfabric",
     "ops",
     "register_host",
     "set_method_table",
+    "to_device_no_sync",
     "transfer_kv",
     "wait_layer",
 ]

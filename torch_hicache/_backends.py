@@ -65,11 +65,11 @@ def load() -> None:
     _backends["hip"] = Backend(
         "hip", "CUDA on ROCm", False, False, "not part of this version", "none yet"
     )
-    _backends["ascend"] = Backend(
-        "ascend", "PrivateUse1", False, False, "not part of this version", "none yet"
-    )
+    _backends["ascend"] = _load_ascend(build)
     if not _backends["cuda"].loaded:
         _register_fallback(_backends["cuda"], "CUDA")
+    if not _backends["ascend"].loaded and _private_device() == "npu":
+        _register_fallback(_backends["ascend"], "PrivateUse1")
 
 
 def _check_torch_version() -> None:
@@ -105,6 +105,30 @@ def _load_cuda(build: dict[str, dict[str, Any]]) -> Backend:
         remedy = "build torch_hicache again against this torch"
         return Backend("cuda", "CUDA", True, False, str(error), remedy, details)
     return Backend("cuda", "CUDA", True, True, details=details)
+
+
+def _private_device() -> str:
+    """What the owner of PrivateUse1 has named it: "npu" once torch_npu is imported."""
+    return torch._C._get_privateuse1_backend_name()
+
+
+def _load_ascend(build: dict[str, dict[str, Any]]) -> Backend:
+    library = _FOLDER / "_ascend.so"
+    details = build["built"].get("ascend", {})
+    if not library.is_file():
+        reason = build["missing"].get("ascend", "_ascend.so is missing")
+        remedy = "build torch_hicache again without HICACHE_BACKENDS"
+        return Backend("ascend", "PrivateUse1", False, False, reason, remedy)
+    if _private_device() != "npu":
+        reason = "torch_npu is not imported"
+        remedy = "install torch_npu and import it before torch_hicache"
+        return Backend("ascend", "PrivateUse1", True, False, reason, remedy, details)
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        remedy = "build torch_hicache again against this torch"
+        return Backend("ascend", "PrivateUse1", True, False, str(error), remedy, details)
+    return Backend("ascend", "PrivateUse1", True, True, details=details)
 
 
 def _register_fallback(backend: Backend, key: str) -> None:

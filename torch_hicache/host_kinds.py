@@ -5,6 +5,7 @@ A backend with memory of its own (Ascend's Memfabric) adds it by `register_host_
 
 import abc
 import contextlib
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch_hicache.memory_budget import Budget, host_memory_budget, readable
 from torch_hicache.registrations import TABLE, Cuts, has_registrar, reason, registrar_for
 from torch_hicache.shared_memory import SharedHostMemory
 
+KIND_VARIABLE = "HICACHE_HOST_KIND"  # what "auto" means for an accelerator
 HUGE_PAGES = ("transparent", "explicit")
 _FREE_HUGE_PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
 
@@ -93,8 +95,18 @@ def register_host_kind(kind: HostMemoryKind) -> None:
 
 
 def choose_kind(name: str, device: torch.device) -> HostMemoryKind:
-    """The kind of that name, or for "auto" the default. ValueError where it does not serve `device`."""
-    if name == "auto":
+    """The kind of that name; for "auto" the default, or what HICACHE_HOST_KIND says for accelerators.
+
+    ValueError where it does not serve `device`.
+    """
+    asked = os.environ.get(KIND_VARIABLE, "") if name == "auto" and device.type != "cpu" else ""
+    if asked:
+        if asked not in KINDS:
+            raise ValueError(
+                f"[empty_host] {KIND_VARIABLE} must be one of {', '.join(KINDS)}, got '{asked}'."
+            )
+        kind = KINDS[asked]
+    elif name == "auto":
         kind = next(kind for kind in reversed(KINDS.values()) if kind.is_default_for(device))
     elif name in KINDS:
         kind = KINDS[name]

@@ -50,8 +50,9 @@ def empty_host(
         device: the accelerator whose transfers use the memory, or "cpu".
         kind: "pinned" (page-locked through the device's runtime, exactly as large as asked, rounded up
             to a page of the system), "pageable" (plain memory: for the CPU, no kernel may touch it),
-            another one that a backend has added, or "auto": pinned for an accelerator, pageable for
-            the CPU.
+            "memfabric" (for an NPU, see `torch_hicache.memfabric`) or "auto": pageable for the CPU, for
+            an NPU memfabric where its package is installed, else pinned. The environment variable
+            HICACHE_HOST_KIND overrides what "auto" is for an accelerator.
         piece_unit_bytes: memory larger than `max_piece_bytes` is registered with the runtime in several
             pieces, cut at multiples of this: the bytes of one page of the pool.
         plane_unit_bytes: where a device sees these pieces at addresses that do not follow each other,

@@ -106,8 +106,8 @@ _devices_with_a_table: set[torch.device] = set()
 
 
 def set_method_table(device: torch.device | str, table: MethodTable) -> None:
-    """Let "auto" on `device` decide by `table`, in this process and from the next call on. The CPU has one
-    method, and nothing to decide.
+    """Let "auto" on `device` decide by `table`, in this process and from the next call on. The CPU has
+    one method, and nothing to decide.
 
     Raises:
         ValueError: a negative value, or less than one staging buffer of 64 KiB.

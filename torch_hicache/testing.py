@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_hicache import memfabric
 from torch_hicache._backends import backends
 from torch_hicache.host_memory import device_view, empty_host
 
@@ -18,33 +19,39 @@ GUARD_BYTES = 64  # on either side of a strided_tensor; keeps the alignment of t
 
 # --- Devices ------------------------------------------------------------------------------------
 
+_BACKEND_OF_DEVICE = {"cuda": "cuda", "npu": "ascend"}
+
 
 def missing_reason(device: str) -> str:
-    """Why tests can't run on "cpu", "cuda" or, for a second GPU, "cuda:1"; empty when they can."""
+    """Why tests can't run on "cpu", "cuda", "npu" or, for a second one, "cuda:1"; empty when they can."""
     name, _, index = device.partition(":")
     if name == "cpu":
         return ""
-    if name != "cuda":
+    if name not in _BACKEND_OF_DEVICE:
         return f"there is no backend for '{device}' here"
-    if not torch.cuda.is_available():
-        return "torch.cuda.is_available() is False"
-    backend = next(backend for backend in backends() if backend.name == name)
+    module = getattr(torch, name, None)
+    if module is None:
+        return f"torch.{name} is missing"
+    if not module.is_available():
+        return f"torch.{name}.is_available() is False"
+    backend = next(backend for backend in backends() if backend.name == _BACKEND_OF_DEVICE[name])
     if not backend.loaded:
-        return f"the {name} backend is not loaded: {backend.reason}"
-    count = torch.cuda.device_count()
-    return "" if int(index or 0) < count else f"torch.cuda.device_count() is {count}"
+        return f"the {backend.name} backend is not loaded: {backend.reason}"
+    count = module.device_count()
+    return "" if int(index or 0) < count else f"torch.{name}.device_count() is {count}"
 
 
 def devices() -> list[str]:
     """The devices that this machine, this torch and this build can run on."""
-    return [device for device in ("cpu", "cuda") if not missing_reason(device)]
+    return [device for device in ("cpu", "cuda", "npu") if not missing_reason(device)]
 
 
 @dataclass(frozen=True)
 class Placement:
     """Where the parts of a call live.
 
-    Memory is "cpu" (plain), "pinned" (empty_host), "view" (the device's view of such memory) or "device".
+    Memory is "cpu" (plain), "pinned" or "memfabric" (empty_host), "view" (the device's view of pinned
+    memory), "page_locked" (by torch: no kernel of an NPU reaches it) or "device".
     """
 
     name: str
@@ -56,6 +63,14 @@ class Placement:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Those that serve all of its calls."""
+        if "page_locked" in (self.dst_memory, self.src_memory):
+            return ("auto", "copy_engine")
+        is_npu = self.device.startswith("npu") and self.checks_indices
+        return ("auto", "kernel", "copy_engine") if is_npu else ("auto", "kernel")
 
     @property
     def checks_indices(self) -> bool:
@@ -99,10 +114,33 @@ def placements(device: str) -> list[Placement]:
         "dst_indices_on_device": (device, "cpu"),
         "src_indices_on_device": ("cpu", device),
     }
+    if device.startswith("npu"):
+        return _npu_placements(device, indices)
     return [
         Placement(f"{device}-{pool}-{where}", device, *memory, *locations)
         for pool, memory in pools.items()
         for where, locations in indices.items()
+    ]
+
+
+def _npu_placements(device: str, indices: dict[str, tuple[str, str]]) -> list[Placement]:
+    """Each kind of host memory, and with Memfabric's each place for the indices."""
+    mapped = "pinned" if memfabric.missing_reason() else "memfabric"
+    pools = {
+        "load": ("device", mapped, tuple(indices)),
+        "store": (mapped, "device", tuple(indices)),
+        "on_device": ("device", "device", ("cpu_indices", "device_indices")),
+        "load_view": ("device", "view", ("device_indices",)),
+        "store_view": ("view", "device", ("device_indices",)),
+        "load_pinned": ("device", "pinned", ("cpu_indices",)),
+        "store_pinned": ("pinned", "device", ("cpu_indices",)),
+        "load_page_locked": ("device", "page_locked", ("cpu_indices",)),
+        "store_page_locked": ("page_locked", "device", ("cpu_indices",)),
+    }
+    return [
+        Placement(f"{device}-{pool}-{where}", device, dst_memory, src_memory, *indices[where])
+        for pool, (dst_memory, src_memory, wheres) in pools.items()
+        for where in wheres
     ]
 
 
@@ -115,6 +153,10 @@ def allocate_bytes(nbytes: int, memory: str, device: str) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
     if memory == "device":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    if memory == "page_locked":
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    if memory == "memfabric":
+        return empty_host((nbytes,), torch.uint8, device, kind="memfabric")
     host = empty_host((nbytes,), torch.uint8, device, kind="pinned")
     return host if memory == "pinned" else device_view(host, device)
 
@@ -150,6 +192,12 @@ def strided_tensor(
 def storage_bytes(tensor: Tensor) -> Tensor:
     """The whole memory under a tensor."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def view_on(device: str, tensor: Tensor) -> Tensor:
+    """A copy with the same strides, of all memory under the tensor."""
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    return flat.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def byte_view(tensor: Tensor, flat: Tensor | None = None) -> Tensor:

@@ -1,0 +1,14 @@
+// The functions that the Ascend backend registers, all at the end of transfer_kv.cpp.
+#pragma once
+
+#include "../transfer_kv.h"
+
+namespace hicache {
+
+void check_errors_ascend(const Tensor& on_device);
+void register_host_memory(const Tensor& on_device, int64_t address, int64_t nbytes);
+void map_host_memory(const Tensor& on_device, int64_t address, int64_t nbytes, int64_t device_address);
+void unregister_host_memory(const Tensor& on_device, int64_t address);
+int64_t host_device_address(const Tensor& on_device, int64_t address, int64_t nbytes);
+
+}  // namespace hicache
