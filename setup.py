@@ -27,10 +27,11 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 SHARED_SOURCES = ["transfer_kv.cpp", "slot_runs.cpp"]
+GPU_SOURCES = [*SHARED_SOURCES, "entries.cpp"]
 SOURCES = {
     "cpu": ["ops.cpp", *SHARED_SOURCES, "cpu/transfer_kv.cpp"],
     "cuda": [
-        *SHARED_SOURCES,
+        *GPU_SOURCES,
         "cuda/transfer_kv.cu",
         "cuda/entries.cu",
         "cuda/device_state.cu",

@@ -8,13 +8,14 @@
 // in flight before its first store: the link's latency is what there is to hide.
 //
 // The including file supplies, from its vendor's runtime.h: Vector<kBytes>, load_vector, store_vector,
-// let_next_launch_start, wait_for_previous_launch.
+// as_global, thread_index, block_index, grid_blocks, HICACHE_RARE, let_next_launch_start,
+// wait_for_previous_launch.
 #pragma once
 
 #include <cstdint>
 
 #include "copy_params.h"
-#include "error_record.cuh"
+#include "record_error.cuh"
 
 namespace hicache {
 
@@ -23,8 +24,8 @@ __device__ inline uint32_t divide(uint32_t n, const Divisor& d) {
 }
 
 __device__ inline int64_t read_index(const DeviceIndices& indices, int64_t position) {
-  return indices.is_int64 ? static_cast<const int64_t*>(indices.data)[position * indices.stride]
-                          : static_cast<const int32_t*>(indices.data)[position * indices.stride];
+  return indices.is_int64 ? as_global(static_cast<const int64_t*>(indices.data))[position * indices.stride]
+                          : as_global(static_cast<const int32_t*>(indices.data))[position * indices.stride];
 }
 
 // Entries that move: `count` clamped to the call's entries.
@@ -37,7 +38,7 @@ __device__ inline int64_t read_count(const CopyParams& params) {
 
 // One thread of the call's first launch reports a count that was clamped.
 __device__ inline void report_clamped_count(const CopyParams& params) {
-  if (params.count.data == nullptr || params.first_entry != 0 || blockIdx.x != 0 || threadIdx.x != 0)
+  if (params.count.data == nullptr || params.first_entry != 0 || block_index() != 0 || thread_index() != 0)
     return;
   const int64_t given = read_index(params.count, 0);
   if (given < 0 || given > params.num_entries)
@@ -68,8 +69,8 @@ __device__ inline bool check_slots(const CopyParams& params, int64_t dst_slot, i
   return dst_slot >= 0 && src_slot >= 0 && !is_bad;
 }
 
-// Not inlined: it is rare, and the copy loop has no registers to spare for it.
-static __device__ __noinline__ void report_bad_entry(const CopyParams& params, int64_t position) {
+// Rare: where a vendor's calls are cheap it is not inlined, since the copy loop has no registers to spare.
+static __device__ HICACHE_RARE void report_bad_entry(const CopyParams& params, int64_t position) {
   const int64_t dst_slot = read_dst_slot(params, position);
   if (dst_slot < -1 || dst_slot >= params.dst_slots)
     record_error(params.errors, BadValue::kDstIndex, position, dst_slot, params.dst_slots);
@@ -78,13 +79,15 @@ static __device__ __noinline__ void report_bad_entry(const CopyParams& params, i
                  params.src_slots);
 }
 
+constexpr uint32_t kNoEntry = ~uint32_t{0};
+
 // Where a unit lies, apart from its slots.
 struct UnitPlace {
   char* dst;
   const char* src;
   uint32_t entry;
   bool is_tail;
-  bool reports;  // true for one unit of each entry in the whole box
+  uint32_t reported_entry;  // kNoEntry for all but one unit of each entry in the whole box
 };
 
 template <int kVectorBytes>
@@ -97,7 +100,7 @@ __device__ inline UnitPlace locate(const CopyParams& params, uint32_t u) {
   UnitPlace place;
   place.entry = 0;
   place.is_tail = params.tail_bytes != 0 && vector == params.units_per_chunk.size - 1;
-  place.reports = vector == 0;
+  bool reports = vector == 0;
   for (int k = 0; k < params.num_dims; ++k) {
     const CopyDim& dim = params.dims[k];
     const uint32_t next = divide(rest, dim.size);
@@ -107,7 +110,7 @@ __device__ inline UnitPlace locate(const CopyParams& params, uint32_t u) {
       place.entry = i;
       continue;
     }
-    place.reports = place.reports && i == 0;
+    reports = reports && i == 0;
     if (k == params.plane_dim) {
       plane = i;
     } else {
@@ -115,6 +118,7 @@ __device__ inline UnitPlace locate(const CopyParams& params, uint32_t u) {
       src_offset += i * dim.src_stride_bytes;
     }
   }
+  place.reported_entry = reports ? place.entry : kNoEntry;
   place.dst = params.planes[plane].dst + dst_offset;
   place.src = params.planes[plane].src + src_offset;
   return place;
@@ -143,16 +147,18 @@ __device__ inline void copy_rows(const CopyParams& params) {
   const int64_t count = read_count(params);
   const int64_t dst_slot_stride = params.dims[params.entry_dim].dst_stride_bytes;
   const int64_t src_slot_stride = params.dims[params.entry_dim].src_stride_bytes;
+  uint32_t first_bad = kNoEntry;  // of this thread's entries; only the first of a call is kept anyway
   constexpr uint32_t kTileUnits = kCopyThreads * kUnitsPerThread;
-  for (uint32_t tile = blockIdx.x * kTileUnits; tile < params.num_units; tile += gridDim.x * kTileUnits) {
-    if (tile + gridDim.x * kTileUnits >= params.num_units)
+  for (uint32_t tile = block_index() * kTileUnits; tile < params.num_units;
+       tile += grid_blocks() * kTileUnits) {
+    if (tile + grid_blocks() * kTileUnits >= params.num_units)
       let_next_launch_start();
     UnitPlace place[kUnitsPerThread];
     Slot dst_slot[kUnitsPerThread], src_slot[kUnitsPerThread];
     Vector<kVectorBytes> data[kUnitsPerThread];
 #pragma unroll
     for (int k = 0; k < kUnitsPerThread; ++k) {
-      const uint32_t u = tile + k * kCopyThreads + threadIdx.x;
+      const uint32_t u = tile + k * kCopyThreads + thread_index();
       place[k] = locate<kVectorBytes>(params, u < params.num_units ? u : 0);
       const int64_t position = params.first_entry + place[k].entry;
       const bool moves = u < params.num_units && position < count;
@@ -163,8 +169,8 @@ __device__ inline void copy_rows(const CopyParams& params) {
     for (int k = 0; k < kUnitsPerThread; ++k) {
       bool is_bad;
       if (!check_slots(params, dst_slot[k], src_slot[k], is_bad)) {
-        if (is_bad && place[k].reports)
-          report_bad_entry(params, params.first_entry + place[k].entry);
+        if (is_bad && place[k].reported_entry < first_bad)
+          first_bad = place[k].reported_entry;
         place[k].dst = nullptr;
         continue;
       }
@@ -183,6 +189,8 @@ __device__ inline void copy_rows(const CopyParams& params) {
         store_vector<kVectorBytes>(place[k].dst, data[k]);
     }
   }
+  if (first_bad != kNoEntry)
+    report_bad_entry(params, params.first_entry + first_bad);
   report_clamped_count(params);
   wait_for_previous_launch();
 }

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "../recorded_error.h"
 #include "runtime.h"
 
 namespace hicache {
@@ -84,29 +85,7 @@ void throw_recorded_error(int32_t device_index, bool is_later_call) {
   const std::lock_guard<std::mutex> guard(state.mutex);
   if (record->published != record->epoch)
     return;  // another thread was faster
-  int32_t what;
-  int64_t call, position, value, limit;
-  uint32_t sequence;
-  do {  // a kernel that still runs may replace the entry by an earlier one
-    sequence = record->sequence;
-    std::atomic_thread_fence(std::memory_order_acquire);
-    what = record->what;
-    call = record->call;
-    position = record->position;
-    value = record->value;
-    limit = record->limit;
-    std::atomic_thread_fence(std::memory_order_acquire);
-  } while (sequence % 2 != 0 || sequence != record->sequence);
-  record->epoch = record->epoch + 1;
-
-  const std::string call_text = concat("[transfer_kv] ", is_later_call ? "an earlier call failed: " : "",
-                                       "call ", call, " on cuda:", device_index, ": ");
-  if (what == static_cast<int32_t>(BadValue::kCount))
-    throw std::out_of_range(
-        concat(call_text, "count is ", value, ", outside 0 to ", limit, ", and was clamped."));
-  const char* name = what == static_cast<int32_t>(BadValue::kDstIndex) ? "dst_indices[" : "src_indices[";
-  throw std::out_of_range(concat(call_text, name, position, "] is ", value, ", out of range for ", limit,
-                                 " slots (-1 skips an entry). The entry was skipped, the others were copied."));
+  throw_and_clear(*record, concat("cuda:", device_index), is_later_call);
 }
 
 }  // namespace hicache

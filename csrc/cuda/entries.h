@@ -1,28 +1,11 @@
-// The entries of a call in the form that the copy kernel reads, on the device: as given, uploaded from
-// the CPU, or sorted by host address.
+// The entries of a call, sorted by host address.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include <optional>
-#include <vector>
-
-#include "../copy_params.h"
-#include "../transfer_kv.h"
+#include "../entries.h"
 
 namespace hicache {
-
-struct Entries {
-  DeviceIndices dst{};
-  DeviceIndices src{};
-  DeviceIndices count{};
-  int64_t num_entries = 0;
-  std::vector<int32_t> inline_dst, inline_src;  // few entries travel in the kernel's parameters
-  std::vector<Tensor> scratch;  // what the pointers above point into; torch frees it in stream order
-};
-
-// Uploads what is on the CPU without waiting for the stream.
-Entries device_entries(const TransferArgs& args);
 
 // Reorders entries by the slot of the host pool; bad ones are reported and become padding. Only for slot
 // numbers below 2^31.

@@ -86,6 +86,21 @@ __device__ inline void store_vector(char* address, Vector<kBytes> value) {
   __stcs(reinterpret_cast<Vector<kBytes>*>(address), value);
 }
 
+template <typename T>
+__device__ inline T* as_global(T* address) {
+  return address;
+}
+__device__ inline unsigned thread_index() {
+  return threadIdx.x;
+}
+__device__ inline unsigned block_index() {
+  return blockIdx.x;
+}
+__device__ inline unsigned grid_blocks() {
+  return gridDim.x;
+}
+#define HICACHE_RARE __noinline__
+
 // Launches of one call are independent of each other: the next may fill the SMs that this one's last tiles
 // leave idle. It waits for this one before it ends, so that work behind the call finds all of it done.
 __device__ inline void let_next_launch_start() {
