@@ -315,6 +315,7 @@ class NinjaFile:
             "hip": f"{major}.{minor}",
             "archs": ", ".join(archs),
             "compiler": str(compiler),
+            "headers": str(headers),
         }
 
     def library(self, backend: str, device_rule: str, link_rule: str, extra: Sequence[str] = ()) -> None:
