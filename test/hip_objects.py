@@ -1,4 +1,4 @@
-"""The code objects inside _hip.so, their disassembly and notes, and kernels compiled with a planted fault."""
+"""The code objects inside _hip.so, their disassembly and notes, and kernels compiled with a fault."""
 
 import functools
 import json
