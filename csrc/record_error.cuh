@@ -1,4 +1,5 @@
-// The device's side of error_record.cuh. The including file supplies as_global from its vendor's runtime.h.
+// The device's side of error_record.cuh. The including file supplies as_global and
+// has_least_of_lockstep from its vendor's runtime.h.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +8,13 @@
 
 namespace hicache {
 
-// Rare, so simple: a spin lock. The critical section lies inside the loop, so that lanes which run in
-// lockstep can't wait for each other.
+// Rare, so simple: a spin lock. Where lanes run in lockstep, one that holds the lock must not wait for another
+// that wants it: a compiler may move the critical section behind the loop, where no lane arrives before all
+// have had the lock. So only the lane with the first position takes part there.
 __device__ inline void record_error(const ErrorSink& sink, BadValue what, int64_t position, int64_t value,
                                     int64_t limit) {
+  if (!has_least_of_lockstep(position))
+    return;
   auto* record = as_global(sink.record);
   auto* atomic_lock = as_global(sink.lock);
   auto* lock = as_global(static_cast<volatile ErrorLock*>(sink.lock));

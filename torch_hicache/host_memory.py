@@ -149,7 +149,7 @@ _DLManagedTensor._fields_ = (
     ("deleter", _Deleter),
 )
 
-_DL_DEVICE_TYPES = {"cpu": 1, "cuda": 2}
+_DL_CUDA, _DL_ROCM, _DL_EXTENSION = 2, 10, 12  # the last is torch's PrivateUse1
 _DL_UINT8 = _DLDataType(1, 8, 1)
 _alive: dict[int, tuple[object, ...]] = {}  # address of a managed struct -> all that it needs
 
@@ -159,10 +159,16 @@ def _delete_managed(managed: "ctypes._Pointer[_DLManagedTensor]") -> None:
     _alive.pop(ctypes.addressof(managed.contents), None)
 
 
+def _dl_device_type(device: torch.device) -> int:
+    if device.type == "cuda" and torch.version.hip is None:
+        return _DL_CUDA
+    return _DL_ROCM if device.type in ("cuda", "hip") else _DL_EXTENSION
+
+
 def _tensor_at(address: int, nbytes: int, device: torch.device, *, owner: object) -> Tensor:
     """A flat uint8 tensor over `nbytes` at `address`, which holds `owner` until its storage dies."""
     shape = (ctypes.c_int64 * 1)(nbytes)
-    dl_device = _DLDevice(_DL_DEVICE_TYPES[device.type], device.index or 0)
+    dl_device = _DLDevice(_dl_device_type(device), device.index or 0)
     dl_tensor = _DLTensor(address, dl_device, 1, _DL_UINT8, shape, None, 0)
     managed = _DLManagedTensor(dl_tensor, None, _delete_managed)
     _alive[ctypes.addressof(managed)] = (managed, shape, owner)

@@ -100,6 +100,10 @@ __device__ inline unsigned grid_blocks() {
   return gridDim.x;
 }
 #define HICACHE_RARE __noinline__
+// Of lanes that can't but run together, the one with the least value. Here each lane makes progress of its own.
+__device__ inline bool has_least_of_lockstep(int64_t) {
+  return true;
+}
 
 // Launches of one call are independent of each other: the next may fill the SMs that this one's last tiles
 // leave idle. It waits for this one before it ends, so that work behind the call finds all of it done.

@@ -7,11 +7,8 @@
 #include <limits>
 
 namespace hicache {
-namespace {
 
 __device__ ErrorLock error_lock;  // one in each device's copy of this module
-
-}  // namespace
 
 template <int kVectorBytes, typename Slot>
 __global__ __attribute__((amdgpu_flat_work_group_size(kCopyThreads, kCopyThreads))) void copy_kernel(
@@ -49,7 +46,7 @@ hipError_t launch_copy(const CopyParams& params, int vector_bytes, unsigned bloc
 }
 
 hipError_t error_lock_address(ErrorLock** lock) {
-  return hipGetSymbolAddress(reinterpret_cast<void**>(lock), &error_lock);
+  return hipGetSymbolAddress(reinterpret_cast<void**>(lock), error_lock);
 }
 
 }  // namespace hicache

@@ -123,6 +123,23 @@ __device__ inline uint32_t atomicExch(HICACHE_GLOBAL uint32_t* address, uint32_t
   return __hip_atomic_exchange(address, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
 
+// Of the lanes of a wavefront that call this together, the one with the least value.
+__device__ inline bool has_least_of_lockstep(int64_t value) {
+  int64_t least = INT64_MAX;
+  uint32_t least_lane = 0;
+  for (uint64_t lanes = __builtin_amdgcn_read_exec(); lanes != 0; lanes &= lanes - 1) {
+    const int lane = __builtin_ctzll(lanes);
+    const auto low = static_cast<uint32_t>(__builtin_amdgcn_readlane(static_cast<int>(value), lane));
+    const int64_t high = __builtin_amdgcn_readlane(static_cast<int>(value >> 32), lane);
+    const int64_t other = high << 32 | low;
+    if (other < least) {
+      least = other;
+      least_lane = lane;
+    }
+  }
+  return least_lane == __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0));
+}
+
 // HIP has no launches that overlap on one stream.
 __device__ inline void let_next_launch_start() {}
 __device__ inline void wait_for_previous_launch() {}
