@@ -15,7 +15,7 @@ import torch
 
 from torch_hicache import check_errors, testing
 
-BACKENDS = ("cpu", "cuda")
+BACKENDS = ("cpu", "cuda", *(name for name in testing.devices() if name not in ("cpu", "cuda")))
 # Of the rest "cuda:1" is for tests of two GPUs, "hip" for those of code for AMD GPUs, which need none.
 BINDINGS = (*BACKENDS, "cuda:1", "hip")
 REQUIRED = tuple(name for name in os.environ.get("HICACHE_REQUIRE", "").split(",") if name)
@@ -71,7 +71,8 @@ def _no_error_is_left(request: pytest.FixtureRequest) -> Generator[None, None, N
     """A bad index that a kernel recorded must not surface in the next test."""
     yield
     for mark in request.node.iter_markers("backend"):
-        if mark.args[0] != "cpu" and torch.cuda.is_initialized():
+        name = mark.args[0].partition(":")[0]
+        if name in testing.devices() and name != "cpu" and torch.get_device_module(name).is_initialized():
             check_errors(mark.args[0])
 
 
