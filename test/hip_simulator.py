@@ -138,7 +138,7 @@ def run_python(program: str, env: dict[str, str]) -> subprocess.CompletedProcess
 
 
 def run_suite(files: list[str], env: dict[str, str], only: str = "") -> subprocess.CompletedProcess[str]:
-    """The tests of the op's own suite that run on the simulated device; `only` (pytest's -k) picks some."""
+    """The tests of the op's own suite that run on the simulated device; pytest's `-k only` picks some."""
     name = {"PrivateUse1": "hipsim", "HIP": "hip", "CUDA": "cuda"}[env["HIP_SIM_KEY"]]
     paths = [str(FOLDER / file) for file in files]
     command = [

@@ -16,8 +16,9 @@ ROWS = """
 from torch_hicache import testing
 
 def move(row_bytes, offset, dst_memory, src_memory, where, planes=2):
-    dst = testing.strided_tensor((planes, 40, row_bytes), memory=dst_memory, device=device, offset_bytes=offset)
-    src = testing.strided_tensor((planes, 50, row_bytes), memory=src_memory, device=device, offset_bytes=offset)
+    place = dict(device=device, offset_bytes=offset)
+    dst = testing.strided_tensor((planes, 40, row_bytes), memory=dst_memory, **place)
+    src = testing.strided_tensor((planes, 50, row_bytes), memory=src_memory, **place)
     testing.fill_pool([dst], 1)
     testing.fill_pool([src], 1, seed=1)
     dst_indices, src_indices = testing.random_entries(33, 40, 50, seed=row_bytes)

@@ -97,7 +97,7 @@ def test_a_missing_wait_shows() -> None:
 
 
 def test_a_host_address_in_a_kernel_shows() -> None:
-    """Without the answer of hipHostGetDevicePointer a kernel must fail: by the pages, by the interpreter."""
+    """Without hipHostGetDevicePointer's answer a kernel fails: by the pages, by the interpreter."""
     assert run("load(); torch.accelerator.synchronize()", HIP_SIM_NO_ALIAS="1").returncode == -11
     done = run("load(); torch.accelerator.synchronize()", "gfx942", HIP_SIM_NO_ALIAS="1")
     assert done.returncode != 0

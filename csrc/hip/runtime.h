@@ -65,9 +65,20 @@ __device__ inline HICACHE_GLOBAL T* as_global(T* address) {
   return (HICACHE_GLOBAL T*)address;
 }
 
+// A vector of words; a compiler that has no such vectors may bring its own.
+#ifndef HICACHE_WORDS
+#define HICACHE_WORDS(count) uint32_t __attribute__((vector_size(4 * count)))
+#endif
+
 template <int kBytes>
-struct VectorOf {
-  typedef uint32_t Type __attribute__((vector_size(kBytes)));
+struct VectorOf;
+template <>
+struct VectorOf<16> {
+  typedef HICACHE_WORDS(4) Type;
+};
+template <>
+struct VectorOf<8> {
+  typedef HICACHE_WORDS(2) Type;
 };
 template <>
 struct VectorOf<4> {

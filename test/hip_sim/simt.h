@@ -20,7 +20,19 @@ HIP_SIM_DEVICE uint32_t __builtin_amdgcn_workitem_id_x() {
 HIP_SIM_DEVICE uint32_t __builtin_amdgcn_workgroup_id_x() {
   return blockIdx.x;
 }
-#define __builtin_amdgcn_implicitarg_ptr() (&gridDim.x)
+#define HICACHE_WORDS(count) uint##count
+#define __builtin_ctzll(value) (__ffsll(value) - 1)
+// The implicit arguments begin with the grid's size; gridDim itself has no address.
+struct HipSimGrid {
+  uint32_t blocks;
+  __device__ operator const uint32_t*() const {
+    return &blocks;
+  }
+};
+#define __builtin_amdgcn_implicitarg_ptr() \
+  HipSimGrid {                             \
+    gridDim.x                              \
+  }
 #define __builtin_nontemporal_load(address) __ldcs(address)
 #define __builtin_nontemporal_store(value, address) __stcs(address, value)
 #define __builtin_amdgcn_fence(order, scope) ::__threadfence_system()
