@@ -57,8 +57,7 @@ BAD = """
 pool = torch.zeros(64, 16, dtype=torch.uint8, device=device)
 at = torch.full((5000,), 9999, device=device)
 at[:3] = torch.tensor([1, -1, 2])
-count = torch.tensor(7000, device=device)
-torch.ops.hicache.transfer_kv([pool], [pool.clone()], at, torch.zeros_like(at), count=count)
+torch.ops.hicache.transfer_kv([pool], [pool.clone()], at, torch.zeros_like(at))
 try:
     torch_hicache.check_errors(device)
 except IndexError as error:
@@ -66,6 +65,14 @@ except IndexError as error:
 else:
     raise AssertionError("nothing was raised")
 torch_hicache.check_errors(device)
+count = torch.tensor(7000, device=device)
+torch.ops.hicache.transfer_kv([pool], [pool.clone()], at[1:2], at[1:2], count=count)
+try:
+    torch_hicache.check_errors(device)
+except IndexError as error:
+    assert "count is 7000, outside 0 to 1, and was clamped" in str(error), error
+else:
+    raise AssertionError("nothing was raised")
 """
 
 

@@ -2,10 +2,11 @@
 // Copies between contiguous tensors are queued; every other operation waits and lets the CPU work on the
 // GPU's own bytes.
 //
-// HIP_SIM_KEY is the dispatch key and the device type: PrivateUse1, HIP or CUDA, and HIP_SIM_IS_PRIVATE
-// whether it is the first.
+// HIP_SIM_KEY is the dispatch key and the device type: PrivateUse1, or CUDA as on a torch for ROCm;
+// HIP_SIM_IS_PRIVATE says whether it is the first.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
@@ -27,6 +28,12 @@ extern "C" {
 void hip_sim_unlock();
 void hip_sim_lock();
 }
+
+#if HIP_SIM_IS_PRIVATE
+#define HIP_SIM_HOOKS at::PrivateUse1HooksInterface
+#else
+#define HIP_SIM_HOOKS at::CUDAHooksInterface
+#endif
 
 namespace {
 
@@ -202,8 +209,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(HIP_SIM_KEY, Guard)
 
+// PrivateUse1 has hooks of its own; for the other keys torch takes those that are registered when it starts.
+struct Hooks final : HIP_SIM_HOOKS {
 #if HIP_SIM_IS_PRIVATE
-struct Hooks final : at::PrivateUse1HooksInterface {
+  at::Generator getNewGenerator(c10::DeviceIndex) const override {
+    return at::detail::getDefaultCPUGenerator().clone();
+  }
+#else
+  explicit Hooks(at::CUDAHooksArgs) {}
+  bool hasCUDA() const override {
+    return true;
+  }
+#endif
   bool isBuilt() const override {
     return true;
   }
@@ -213,6 +230,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override {
     return true;
   }
+  void init() const override {}
   c10::DeviceIndex deviceCount() const override {
     return Guard().deviceCount();
   }
@@ -235,13 +253,14 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     (void)hipGetLastError();
     return pinned;
   }
-  at::Generator getNewGenerator(c10::DeviceIndex) const override {
-    return at::detail::getDefaultCPUGenerator().clone();
-  }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return at::detail::getDefaultCPUGenerator();
   }
 };
+#if !HIP_SIM_IS_PRIVATE
+using at::CUDAHooksRegistry;
+using at::RegistererCUDAHooksRegistry;
+C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks)
 #endif
 
 const bool is_registered = [] {
@@ -305,6 +324,13 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
   return dst;
 }
 
+#if !HIP_SIM_IS_PRIVATE
+at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  copy_from(source.expand_as(self), self, non_blocking);
+  return self;
+}
+#endif
+
 at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {
   if (dst.numel() == 0)
     dst.resize_(self.sizes());
@@ -354,6 +380,9 @@ TORCH_LIBRARY_IMPL(aten, HIP_SIM_KEY, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("_copy_from", copy_from);
+#if !HIP_SIM_IS_PRIVATE
+  m.impl("copy_", copy);
+#endif
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("resize_", resize);
   m.impl("set_.source_Storage", set_whole_storage);
