@@ -94,7 +94,8 @@ def torch_device(key: str = "PrivateUse1") -> Path:
     torch_folder = Path(torch.__file__).parent
     include = torch_folder / "include"
     flags = ["-O1", "-w", f"-DHIP_SIM_KEY={key}", f"-DHIP_SIM_IS_PRIVATE={int(key == 'PrivateUse1')}"]
-    flags += ["-isystem", str(include), "-isystem", str(include / "torch" / "csrc" / "api" / "include")]
+    for folder_name in (include, include / "torch" / "csrc" / "api" / "include"):
+        flags += ["-isystem", str(folder_name)]
     libraries = torch_folder / "lib"
     flags += [
         f"-L{libraries}",

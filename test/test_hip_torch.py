@@ -1,4 +1,4 @@
-"""The HIP backend as an op of torch: opcheck and torch.compile on the simulated GPU, under both of its names."""
+"""The HIP backend as an op of torch: opcheck and torch.compile on the simulated GPU."""
 
 import textwrap
 
