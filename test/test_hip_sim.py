@@ -226,8 +226,8 @@ def test_capture() -> None:
     """)
 
 
-def test_never_beside_another_backend() -> None:
-    """The library refuses a key that is not its own, and says so."""
+def test_an_unknown_key() -> None:
+    """Nothing is registered then, and `backends()` says why."""
     env = hip_simulator.environment(HICACHE_HIP_KEY="Meta")
     program = "backend = torch_hicache.backends()[2]\nassert not backend.loaded\nprint(backend.reason)\n"
     done = hip_simulator.run_python(program, env)
