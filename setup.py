@@ -5,23 +5,30 @@ torch from 2.10 on. A backend is built where its compiler is found:
 
     _C     schemas and the CPU backend   any C++17 compiler
     _cuda  NVIDIA                        nvcc 12.x or 13.x, also against a CPU-only torch
-    _ascend  Ascend (host side)          any C++17 compiler; CANN's functions are found at run time
+    _hip   AMD                           hipcc or a clang that knows AMD GPUs, and HIP's headers (of ROCm
+                                         or of an installed triton); also against a CPU-only torch
+    _ascend  Ascend (host side)        any C++17 compiler; CANN's functions are found at run time
 
 The AI-vector kernel of the Ascend backend needs CANN's compiler and is a library of its own, see
 docs/ascend.md.
 
 HICACHE_BACKENDS=cpu,cuda   builds exactly these; what a listed one lacks is an error
 TORCH_CUDA_ARCH_LIST="9.0"  compute capabilities, "+PTX" as in torch's own extensions
+PYTORCH_ROCM_ARCH="gfx942"  AMD GPUs
+ROCM_PATH, HIPCXX           ROCm's folder; the compiler for HIP
+HIP_INCLUDE_DIR             the folder that holds hip/hip_runtime_api.h
 HICACHE_SANITIZE=1          AddressSanitizer and UBSan for the CPU backend
 CUDA_HOME, CXX, MAX_JOBS    as usual
 """
 
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -53,9 +60,21 @@ SOURCES = {
         "ascend/host_memory.cpp",
         "ascend/runtime.cpp",
     ],
+    "hip": [
+        *SHARED_SOURCES,
+        "hip/transfer_kv.cpp",
+        "hip/entries.cpp",
+        "hip/copy_kernels.hip",
+        "hip/device_state.cpp",
+        "hip/host_memory.cpp",
+        "hip/library.cpp",
+    ],
 }
-LIBRARY = {"cpu": "_C", "cuda": "_cuda", "ascend": "_ascend"}
+LIBRARY = {"cpu": "_C", "cuda": "_cuda", "hip": "_hip", "ascend": "_ascend"}
 DEFAULT_CUDA_ARCHS = "8.0+PTX;9.0;10.0;12.0"
+DEFAULT_HIP_ARCHS = "gfx90a;gfx942;gfx950;gfx1100;gfx1201"
+# The kernels use the compiler's builtins only: no device libraries, none of HIP's wrapper headers.
+HIP_DEVICE_FLAGS = ["-x", "hip", "-std=c++17", "-nogpuinc", "-nogpulib"]
 # The oldest driver branch that runs a library built with this major version of the toolkit.
 MIN_CUDA_DRIVER = {12: "525", 13: "580"}
 TORCH_TARGET = "0x020a000000000000"  # 2.10
@@ -105,11 +124,88 @@ def default_cuda_archs(nvcc: Path) -> str:
     return ";".join(a for a in wanted if "compute_" + re.sub(r"\D", "", a) in known)
 
 
+def rocm_folder() -> Path | None:
+    folder = Path(os.environ.get("ROCM_PATH") or "/opt/rocm")
+    return folder if folder.is_dir() else None
+
+
+def hip_archs(compiler: Path | str) -> list[str]:
+    """Those of the wanted GPUs that this compiler knows; empty for a compiler without AMD's target."""
+    wanted = re.split(r"[;,\s]+", (os.environ.get("PYTORCH_ROCM_ARCH") or DEFAULT_HIP_ARCHS).strip())
+    command = [
+        compiler,
+        "-x",
+        "hip",
+        "-nogpuinc",
+        "-nogpulib",
+        "--cuda-device-only",
+        "-S",
+        "-o",
+        "-",
+        "-",
+    ]
+    known = []
+    for arch in wanted:
+        flags = [*command, f"--offload-arch={arch}"]
+        done = subprocess.run(flags, input=b"", capture_output=True, check=False)
+        if done.returncode == 0:
+            known.append(arch)
+        elif os.environ.get("PYTORCH_ROCM_ARCH"):
+            message = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+            print(f"torch_hicache: {compiler} does not compile for {arch}: {message}", file=sys.stderr)
+    return known
+
+
+def find_hip_compiler() -> tuple[Path | str, list[str]] | None:
+    """HIPCXX, ROCm's hipcc or a clang++ that knows AMD GPUs, and the GPUs that it compiles for."""
+    rocm = rocm_folder()
+    candidates = [os.environ.get("HIPCXX"), str(rocm / "bin" / "hipcc") if rocm else None]
+    # Not a hipcc on the PATH: Debian's takes nvcc where CUDA is installed.
+    candidates += [f"clang++-{version}" for version in range(25, 17, -1)] + ["clang++"]
+    for name in candidates:
+        compiler = shutil.which(name) if name else None
+        if compiler and (archs := hip_archs(compiler)):
+            return compiler, archs
+    return None
+
+
+def find_hip_headers() -> Path | None:
+    """The include folder of HIP_INCLUDE_DIR, of ROCm, or of an installed triton, which carries HIP's."""
+    candidates = [Path(folder) for folder in [os.environ.get("HIP_INCLUDE_DIR")] if folder]
+    if rocm := rocm_folder():
+        candidates.append(rocm / "include")
+    triton = importlib.util.find_spec("triton")
+    if triton and triton.origin:
+        candidates.append(Path(triton.origin).parent / "backends" / "amd" / "include")
+    return next((path for path in candidates if (path / "hip" / "hip_runtime_api.h").is_file()), None)
+
+
+def hip_version(headers: Path) -> tuple[str, str]:
+    """Major and minor number."""
+    text = (headers / "hip" / "hip_version.h").read_text()
+    numbers = [re.search(rf"HIP_VERSION_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR")]
+    if not all(numbers):
+        raise SystemExit(f"setup.py: {headers}/hip/hip_version.h gives no version")
+    major, minor = (number[1] for number in numbers if number)
+    return major, minor
+
+
+def missing_for_hip() -> str:
+    """What the HIP backend lacks here; empty when it can be built."""
+    if find_hip_compiler() is None:
+        return "no hipcc and no clang++ for AMD GPUs was found (ROCM_PATH, HIPCXX, PATH)"
+    if find_hip_headers() is None:
+        return "HIP's headers were not found (HIP_INCLUDE_DIR, ROCM_PATH, an installed triton)"
+    return ""
+
+
 def choose_backends() -> tuple[list[str], dict[str, str]]:
     """The backends to build, and why the others are not."""
     missing = {}
     if find_nvcc() is None:
         missing["cuda"] = "nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)"
+    if reason := missing_for_hip():
+        missing["hip"] = reason
     wanted = os.environ.get("HICACHE_BACKENDS")
     if not wanted:
         return [name for name in SOURCES if name not in missing], missing
@@ -214,15 +310,64 @@ class NinjaFile:
             "min_driver": MIN_CUDA_DRIVER.get(major, "unknown"),
         }
 
-    def library(self, backend: str, device_rule: str, shared_rule: str, link_rule: str) -> None:
+    def add_hip(self) -> None:
+        found, headers = find_hip_compiler(), find_hip_headers()
+        if found is None or headers is None:
+            raise SystemExit(f"setup.py: {missing_for_hip()}")
+        compiler, archs = found
+        major, minor = hip_version(headers)
+        cxx = os.environ.get("CXX", "c++")
+        # -isystem: an installed HIP of another version, whose ABI differs, must not win.
+        common = (
+            f"-D__HIP_PLATFORM_AMD__=1 -isystem {headers} -O3 -fPIC -fvisibility=hidden -Wall -Wextra"
+        )
+        flags = f"{self.common} {common} -Werror"
+        self.rule("hip_host", f"{cxx} -MMD -MF $out.d {flags} -c $in -o $out", "CXX $out")
+        device = " ".join([*HIP_DEVICE_FLAGS, *(f"--offload-arch={arch}" for arch in archs)])
+        self.rule("hip", f"{compiler} -MMD -MF $out.d {device} {common} -c $in -o $out", "HIP $out")
+        # A second copy of the runtime beside torch's would not know torch's streams: only the runtime's
+        # name goes into the library, never a path. An empty library of that name stands in for it here.
+        stand_in = self.build_dir / "hip" / f"libamdhip64.so.{major}"
+        self.lines += [
+            "rule hip_runtime_name",
+            f"  command = {cxx} -shared -nostdlib -x c++ /dev/null -Wl,-soname,$soname -o $out",
+            "  description = NAME $out",
+            "",
+            f"build {stand_in}: hip_runtime_name",
+            f"  soname = {stand_in.name}",
+            "",
+            "rule link_hip",
+            f"  command = {cxx} -shared -Wl,--no-as-needed $in -o $out {self.link_flags}",
+            "  description = LINK $out",
+            "",
+        ]
+        self.library("hip", "hip_host", "hip_host", "link_hip", extra=[str(stand_in)])
+        self.record["hip"] = {
+            "hip": f"{major}.{minor}",
+            "archs": ", ".join(archs),
+            "compiler": str(compiler),
+            "headers": str(headers),
+        }
+
+    def library(
+        self,
+        backend: str,
+        device_rule: str,
+        shared_rule: str,
+        link_rule: str,
+        *,
+        extra: Sequence[str] = (),
+    ) -> None:
         objects = []
         for source in SOURCES[backend]:
             rule = device_rule if source.startswith(f"{backend}/") else shared_rule
+            if source.endswith(".hip"):
+                rule = "hip"
             target = self.build_dir / backend / (source.replace("/", "_") + ".o")
             objects.append(str(target))
             self.lines += [f"build {target}: {rule} {CSRC / source}"]
         output = self.output_dir / f"{LIBRARY[backend]}.so"
-        self.lines += [f"build {output}: {link_rule} {' '.join(objects)}", ""]
+        self.lines += [f"build {output}: {link_rule} {' '.join([*objects, *extra])}", ""]
 
     def run(self) -> None:
         import ninja
@@ -251,6 +396,8 @@ class BuildBackends(build_ext):
             build.add_cuda()
         if "ascend" in backends:
             build.add_ascend()
+        if "hip" in backends:
+            build.add_hip()
         build.run()
         # A copy, so that the source tree and the wheel hold the very same libraries.
         package = ROOT if self.inplace else Path(self.build_lib).resolve()

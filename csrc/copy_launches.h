@@ -94,18 +94,28 @@ inline Box compact_box(Box box, bool is_dst) {
   return box;
 }
 
-// The widest vector, up to 16 bytes, that every chunk's begin allows on both sides and a chunk can fill.
-inline int vector_bytes_of(const Box& box) {
+// The widest vector, up to 16 bytes, that a chunk can fill and that divides all addresses and strides, whose
+// bits are or-ed in `address_bits`. A chunk's rest behind its last vector is copied in smaller ones.
+constexpr int widest_vector(uint64_t address_bits, int64_t chunk_bytes) {
   uint64_t bits = 16;
-  while (static_cast<int64_t>(bits) > box.chunk_bytes)
+  while (static_cast<int64_t>(bits) > chunk_bytes)
     bits /= 2;
-  bits |= static_cast<uint64_t>(box.dst_offset) | static_cast<uint64_t>(box.src_offset);
+  bits |= address_bits;
+  return static_cast<int>(bits & (~bits + 1));
+}
+static_assert(widest_vector(576, 576) == 16 && 576 % 16 == 0, "MLA rows in fp8 move 16 bytes a thread");
+static_assert(widest_vector(656, 656) == 16 && 656 % 16 == 0, "and so do those with their scales");
+static_assert(widest_vector(584, 584) == 8 && widest_vector(132, 132) == 4, "less aligned rows");
+static_assert(widest_vector(1, 4096) == 1 && widest_vector(0, 3) == 2, "odd addresses, short chunks");
+
+inline int vector_bytes_of(const Box& box) {
+  uint64_t bits = static_cast<uint64_t>(box.dst_offset) | static_cast<uint64_t>(box.src_offset);
   for (int64_t i = 0; i < box.num_planes; ++i)
     bits |= reinterpret_cast<uintptr_t>(box.planes[i].dst) | reinterpret_cast<uintptr_t>(box.planes[i].src);
   for (size_t k = 0; k < box.num_dims; ++k)
     bits |= static_cast<uint64_t>(box.dims[k].dst_stride_bytes) |
             static_cast<uint64_t>(box.dims[k].src_stride_bytes);
-  return static_cast<int>(bits & (~bits + 1));
+  return widest_vector(bits, box.chunk_bytes);
 }
 
 // Calls launch(box, vector_bytes) for parts of `box` that a launch can take and that move at most `max_bytes`,

@@ -1,4 +1,5 @@
-// The device body that CUDA and HIP share: copies the chunks of a box of (planes, loops, entries).
+// The device body of GPU kernels (HIP has its own version of it in hip/): copies the chunks of a box of
+// (planes, loops, entries).
 //
 //   unit u = one vector of one chunk
 //   u -> (vector, dimension 0, dimension 1, ...)     fastest first, in the host pool's address order
@@ -14,7 +15,7 @@
 #include <cstdint>
 
 #include "copy_params.h"
-#include "error_record.cuh"
+#include "record_error.cuh"
 
 namespace hicache {
 

@@ -10,14 +10,21 @@ from collections.abc import Generator
 from pathlib import Path
 from types import ModuleType
 
+import hip_objects
 import pytest
 import torch
 
 from torch_hicache import check_errors, testing
 
-BACKENDS = ("cpu", "cuda", "npu")
-BINDINGS = (*BACKENDS, "cuda:1")  # the last for tests of two GPUs
+KNOWN = ("cpu", "cuda", "npu")
+BACKENDS = (*KNOWN, *(name for name in testing.devices() if name not in KNOWN))
+# Of the rest "cuda:1" is for tests of two GPUs, "hip" for those of code for AMD GPUs, which need none.
+BINDINGS = (*BACKENDS, "cuda:1", "hip")
 REQUIRED = tuple(name for name in os.environ.get("HICACHE_REQUIRE", "").split(",") if name)
+
+
+def missing_reason(name: str) -> str:
+    return hip_objects.missing() if name == "hip" else testing.missing_reason(name)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,7 +40,7 @@ def _params(values_of) -> list:
     params = []
     for name in BACKENDS:
         mark = pytest.mark.backend(name)
-        if testing.missing_reason(name):
+        if missing_reason(name):
             params.append(pytest.param(None, marks=mark, id=name))
         else:
             params += [pytest.param(value, marks=mark, id=str(value)) for value in values_of(name)]
@@ -73,13 +80,14 @@ def _no_error_is_left(request: pytest.FixtureRequest) -> Generator[None, None, N
     yield
     for mark in request.node.iter_markers("backend"):
         name = mark.args[0]
-        if name != "cpu" and not testing.missing_reason(name) and _module_of(name).is_initialized():
+        device = name.partition(":")[0]
+        if device in testing.devices() and device != "cpu" and _module_of(name).is_initialized():
             check_errors(name)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark in item.iter_markers("backend"):
-        if reason := testing.missing_reason(mark.args[0]):
+        if reason := missing_reason(mark.args[0]):
             pytest.skip(reason)
 
 

@@ -173,7 +173,7 @@ def test_libraries_name_libtorch_as_needed(library: Path) -> None:
 
 def test_the_package_is_typed_and_its_record_fits() -> None:
     assert (FOLDER / "py.typed").is_file()
-    assert {path.name for path in LIBRARIES} <= {"_C.so", "_cuda.so", "_ascend.so"}
+    assert {path.name for path in LIBRARIES} <= {"_C.so", "_cuda.so", "_hip.so", "_ascend.so"}
     record = _backends._build_record()
     assert set(record) == {"built", "missing"}
     assert "cpu" in record["built"]

@@ -4,7 +4,9 @@ Loading registers kernels and touches no device. `_C` (schemas, CPU) must load; 
 loaded only under a torch built for that vendor, and without it the op says how to get it.
 """
 
+import ctypes
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,12 +64,11 @@ def load() -> None:
     torch.ops.load_library(library)
     _backends["cpu"] = Backend("cpu", "CPU", True, True, details=build["built"].get("cpu", {}))
     _backends["cuda"] = _load_cuda(build)
-    _backends["hip"] = Backend(
-        "hip", "CUDA on ROCm", False, False, "not part of this version", "none yet"
-    )
+    _backends["hip"] = _load_hip(build)
     _backends["ascend"] = _load_ascend(build)
-    if not _backends["cuda"].loaded:
-        _register_fallback(_backends["cuda"], "CUDA")
+    gpu = _backends["hip" if _hip_key() == "CUDA" else "cuda"]
+    if not gpu.loaded:
+        _register_fallback(gpu, "CUDA")
     if not _backends["ascend"].loaded and _private_device() == "npu":
         _register_fallback(_backends["ascend"], "PrivateUse1")
 
@@ -129,6 +130,55 @@ def _load_ascend(build: dict[str, dict[str, Any]]) -> Backend:
         remedy = "build torch_hicache again against this torch"
         return Backend("ascend", "PrivateUse1", True, False, str(error), remedy, details)
     return Backend("ascend", "PrivateUse1", True, True, details=details)
+
+
+def _hip_key() -> str:
+    """The dispatch key that AMD GPUs have in this process; empty where torch has no HIP device.
+
+    HICACHE_HIP_KEY names it for a device that is not recognised here.
+    """
+    if key := os.environ.get("HICACHE_HIP_KEY"):
+        return key
+    if torch.version.hip is not None:
+        return "CUDA"
+    if _private_device().startswith(("hip", "rocm")):
+        return "PrivateUse1"
+    accelerator = torch.accelerator.current_accelerator()
+    return "HIP" if accelerator is not None and accelerator.type == "hip" else ""
+
+
+def _load_hip(build: dict[str, dict[str, Any]]) -> Backend:
+    library = _FOLDER / "_hip.so"
+    details = build["built"].get("hip", {})
+    key = _hip_key()
+    shown_key = key or "CUDA on ROCm, HIP, PrivateUse1"
+
+    def missing(reason: str, remedy: str) -> Backend:
+        return Backend("hip", shown_key, library.is_file(), False, reason, remedy, details)
+
+    if not library.is_file():
+        reason = build["missing"].get("hip", "_hip.so is missing")
+        remedy = "install ROCm, or clang 19 and HIP's headers, and build torch_hicache again"
+        return missing(reason, remedy)
+    if not key:
+        return missing(
+            f"this torch ({torch.__version__}) has no HIP device", "install a ROCm build of torch"
+        )
+    if key not in ("CUDA", "HIP", "PrivateUse1"):
+        return missing(f"HICACHE_HIP_KEY is '{key}'", "set it to CUDA, HIP or PrivateUse1")
+    if _backends["cuda"].loaded:
+        return missing("the cuda backend is loaded", "use a torch that is not built for CUDA")
+    if key == "PrivateUse1" and _private_device() == "npu":
+        return missing("PrivateUse1 belongs to the NPU", "use a process without torch_npu")
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        return missing(str(error), f"install ROCm {details.get('hip', '')}, or build torch_hicache again")
+    register = ctypes.CDLL(str(library)).hicache_register_hip
+    register.argtypes, register.restype = [ctypes.c_char_p], ctypes.c_char_p
+    if failure := register(key.encode()):
+        return missing(failure.decode(), "build torch_hicache again against this torch")
+    return Backend("hip", key, True, True, details=details)
 
 
 def _register_fallback(backend: Backend, key: str) -> None:

@@ -19,31 +19,30 @@ GUARD_BYTES = 64  # on either side of a strided_tensor; keeps the alignment of t
 
 # --- Devices ------------------------------------------------------------------------------------
 
-_BACKEND_OF_DEVICE = {"cuda": "cuda", "npu": "ascend"}
-
 
 def missing_reason(device: str) -> str:
-    """Why tests can't run on "cpu", "cuda", "npu" or, for a second one, "cuda:1"; empty when they can."""
+    """Why tests can't run on "cpu", on an accelerator such as "cuda" or on a second one ("cuda:1"); empty
+    when they can."""
     name, _, index = device.partition(":")
     if name == "cpu":
         return ""
-    if name not in _BACKEND_OF_DEVICE:
-        return f"there is no backend for '{device}' here"
-    module = getattr(torch, name, None)
-    if module is None:
-        return f"torch.{name} is missing"
-    if not module.is_available():
-        return f"torch.{name}.is_available() is False"
-    backend = next(backend for backend in backends() if backend.name == _BACKEND_OF_DEVICE[name])
-    if not backend.loaded:
-        return f"the {backend.name} backend is not loaded: {backend.reason}"
-    count = module.device_count()
-    return "" if int(index or 0) < count else f"torch.{name}.device_count() is {count}"
+    key = "CUDA" if name == "cuda" else "HIP" if name == "hip" else "PrivateUse1"
+    if key == "PrivateUse1" and name != torch._C._get_privateuse1_backend_name():
+        return f"there is no backend for '{name}' here"
+    if name == "cuda" and not torch.cuda.is_available():
+        return "torch.cuda.is_available() is False"
+    served = [backend for backend in backends() if backend.key == key]
+    if not any(backend.loaded for backend in served):
+        reasons = "; ".join(f"{backend.name}: {backend.reason}" for backend in served)
+        return f"no backend for '{name}' is loaded: {reasons}"
+    count = torch.accelerator.device_count()
+    return "" if int(index or 0) < count else f"there are {count} devices of type '{name}'"
 
 
 def devices() -> list[str]:
     """The devices that this machine, this torch and this build can run on."""
-    return [device for device in ("cpu", "cuda", "npu") if not missing_reason(device)]
+    known = ("cpu", "cuda", "hip", torch._C._get_privateuse1_backend_name())
+    return [device for device in known if not missing_reason(device)]
 
 
 @dataclass(frozen=True)

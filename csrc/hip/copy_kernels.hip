@@ -1,0 +1,52 @@
+#include "runtime.h"
+// After runtime.h, whose device words it uses.
+#include "copy_rows.cuh"
+#include "copy_kernels.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace hicache {
+
+__device__ ErrorLock error_lock;  // one in each device's copy of this module
+
+template <int kVectorBytes, typename Slot>
+__global__ __attribute__((amdgpu_flat_work_group_size(kCopyThreads, kCopyThreads))) void copy_kernel(
+    const CopyParams params) {
+  copy_rows<kVectorBytes, Slot>(params);
+}
+
+namespace {
+
+hipError_t start(void (*kernel)(CopyParams), unsigned blocks, const CopyParams& params, hipStream_t stream) {
+  void* arguments[] = {const_cast<CopyParams*>(&params)};
+  return hipLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(kCopyThreads), arguments, 0,
+                         stream);
+}
+
+}  // namespace
+
+hipError_t launch_copy(const CopyParams& params, int vector_bytes, unsigned blocks, hipStream_t stream) {
+  const bool is_narrow = std::max(params.dst_slots, params.src_slots) <= std::numeric_limits<int32_t>::max();
+  const auto choose = [&](auto narrow, auto wide) {
+    return start(is_narrow ? narrow : wide, blocks, params, stream);
+  };
+  switch (vector_bytes) {
+    case 16:
+      return choose(copy_kernel<16, int32_t>, copy_kernel<16, int64_t>);
+    case 8:
+      return choose(copy_kernel<8, int32_t>, copy_kernel<8, int64_t>);
+    case 4:
+      return choose(copy_kernel<4, int32_t>, copy_kernel<4, int64_t>);
+    case 2:
+      return choose(copy_kernel<2, int32_t>, copy_kernel<2, int64_t>);
+    default:
+      return choose(copy_kernel<1, int32_t>, copy_kernel<1, int64_t>);
+  }
+}
+
+hipError_t error_lock_address(ErrorLock** lock) {
+  return hipGetSymbolAddress(reinterpret_cast<void**>(lock), error_lock);
+}
+
+}  // namespace hicache

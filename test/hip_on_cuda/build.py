@@ -1,0 +1,61 @@
+"""Builds the HIP backend for an NVIDIA GPU, as _hip.so of a package without _cuda.so.
+
+    python test/hip_on_cuda/build.py OUTPUT [ARCH]     needs nvcc; ARCH as nvcc names it (sm_90)
+    HICACHE_HIP_KEY=CUDA PYTHONPATH=OUTPUT python -m pytest test -k cuda
+
+What runs then is the HIP source under CUDA's runtime: say "HIP source on an NVIDIA GPU" of any result.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parent.parent
+SOURCES = ["transfer_kv.cpp", "slot_runs.cpp", "entries.cpp"]
+HIP_SOURCES = [
+    "transfer_kv.cpp",
+    "device_state.cpp",
+    "host_memory.cpp",
+    "library.cpp",
+]
+
+
+def build(output: Path, arch: str) -> Path:
+    """The library, in a copy of the package. Links to no driver, so it builds without a GPU."""
+    package = output / "torch_hicache"
+    ignored = shutil.ignore_patterns("__pycache__", "_cuda.so", "_hip.so")
+    shutil.copytree(ROOT / "torch_hicache", package, dirs_exist_ok=True, ignore=ignored)
+    for name in ("_cuda.so", "_hip.so"):
+        (package / name).unlink(missing_ok=True)
+    torch_folder = Path(torch.__file__).parent
+    simt = FOLDER.parent / "hip_sim" / "simt.h"
+    kernels = output / "copy_kernels.o"
+    nvcc = ["nvcc", "-x", "cu", "-std=c++17", "-O3", f"-arch={arch}", f"-I{FOLDER}"]
+    nvcc += ["-maxrregcount=64"]  # blocks of 1,024 threads: nvcc does not know the attribute that says so
+    nvcc += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    nvcc += [f"-isystem={torch_folder / 'include'}"]
+    source = ROOT / "csrc" / "hip" / "copy_kernels.hip"
+    subprocess.run([*nvcc, "-include", str(simt), "-c", str(source), "-o", str(kernels)], check=True)
+    objects = [kernels]
+    for number, path in enumerate([*SOURCES, *(f"hip/{name}" for name in HIP_SOURCES)]):
+        objects.append(output / f"{number}.o")
+        subprocess.run([*nvcc, "-c", str(ROOT / "csrc" / path), "-o", str(objects[-1])], check=True)
+    link = ["nvcc", "-shared", "-cudart", "static", *map(str, objects), f"-L{torch_folder / 'lib'}"]
+    link += ["-Xlinker=--no-as-needed,-ltorch,--as-needed", "-o", str(package / "_hip.so")]
+    subprocess.run(link, check=True)
+    record = json.loads((ROOT / "torch_hicache" / "_build.json").read_text())
+    record["built"].pop("cuda", None)
+    record["missing"].pop("hip", None)
+    record["missing"]["cuda"] = "the HIP source takes its place here"
+    record["built"]["hip"] = {"hip": "the HIP source under CUDA's runtime", "archs": arch}
+    (package / "_build.json").write_text(json.dumps(record, indent=2) + "\n")
+    return package / "_hip.so"
+
+
+if __name__ == "__main__":
+    print(build(Path(sys.argv[1]).resolve(), sys.argv[2] if len(sys.argv) > 2 else "sm_90"))

@@ -1,0 +1,154 @@
+"""The compiled code for AMD GPUs, executed by the interpreter of test/hip_interpreter."""
+
+import textwrap
+from pathlib import Path
+
+import hip_objects
+import hip_simulator
+import pytest
+
+pytestmark = pytest.mark.backend("hip")
+
+ARCHS = [arch for arch in hip_objects.archs() if arch in ("gfx90a", "gfx942", "gfx1100", "gfx1201")]
+
+# Rows of every vector width, with tails, padding, bad and repeated entries, all in one process.
+ROWS = """
+from torch_hicache import testing
+
+def move(row_bytes, offset, dst_memory, src_memory, where, planes=2):
+    place = dict(device=device, offset_bytes=offset)
+    dst = testing.strided_tensor((planes, 40, row_bytes), memory=dst_memory, **place)
+    src = testing.strided_tensor((planes, 50, row_bytes), memory=src_memory, **place)
+    testing.fill_pool([dst], 1)
+    testing.fill_pool([src], 1, seed=1)
+    dst_indices, src_indices = testing.random_entries(33, 40, 50, seed=row_bytes)
+    dst_indices[5] = src_indices[7] = -1
+    testing.check_transfer([dst], [src], dst_indices.to(where), src_indices.to(where), slot_dim=1)
+
+for row_bytes in (1, 2, 3, 4, 7, 8, 15, 16, 24, 31, 36, 132, 576, 584, 656, 1152):
+    move(row_bytes, 0, "device", "pinned", device)
+    move(row_bytes, 0, "pinned", "device", "cpu")
+for offset in (1, 2, 4, 8):
+    move(576, offset, "device", "view", device)
+move(16, 0, "device", "device", device, planes=150)
+torch_hicache.check_errors(device)
+"""
+
+# Slots whose bytes lie behind 2**32.
+FAR = """
+slots = (5 << 30) // 16
+pool = torch.empty(slots, 16, dtype=torch.uint8, device=device)
+host = torch_hicache.empty_host((4, 16), torch.uint8, device)
+host.copy_(torch.arange(64).view(4, 16) + 1)
+far = [slots - 1, (1 << 32) // 16, (1 << 32) // 16 - 1, (1 << 31) // 16]
+for where in ("cpu", device):
+    for slot in far:
+        pool[slot].copy_(torch.zeros(16, dtype=torch.uint8))
+    at = torch.tensor(far, device=where)
+    torch.ops.hicache.transfer_kv([pool], [host], at, torch.arange(4, device=where))
+    for k, slot in enumerate(far):
+        assert torch.equal(pool[slot].cpu(), host[k]), slot
+assert int(pool[(slots - 1) - (1 << 32) // 16].cpu().sum()) == 0
+assert int(pool[0].cpu().sum()) == 0
+"""
+
+# Every lane of many wavefronts has a bad entry to report.
+BAD = """
+pool = torch.zeros(64, 16, dtype=torch.uint8, device=device)
+at = torch.full((5000,), 9999, device=device)
+at[:3] = torch.tensor([1, -1, 2])
+torch.ops.hicache.transfer_kv([pool], [pool.clone()], at, torch.zeros_like(at))
+try:
+    torch_hicache.check_errors(device)
+except IndexError as error:
+    assert "dst_indices[3] is 9999, out of range for 64 slots" in str(error), error
+else:
+    raise AssertionError("nothing was raised")
+torch_hicache.check_errors(device)
+count = torch.tensor(7000, device=device)
+torch.ops.hicache.transfer_kv([pool], [pool.clone()], at[1:2], at[1:2], count=count)
+try:
+    torch_hicache.check_errors(device)
+except IndexError as error:
+    assert "count is 7000, outside 0 to 1, and was clamped" in str(error), error
+else:
+    raise AssertionError("nothing was raised")
+"""
+
+
+def run(program: str, arch: str, **settings: str) -> tuple[int, str]:
+    env = hip_simulator.environment(arch, **settings)
+    done = hip_simulator.run_python(textwrap.dedent(program), env)
+    return done.returncode, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("program", ["ROWS", "FAR", "BAD"])
+def test_machine_code(program: str, arch: str) -> None:
+    code, text = run(globals()[program], arch)
+    assert code == 0, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1100", "gfx1201"])
+def test_the_suite_of_the_op(arch: str) -> None:
+    env = hip_simulator.environment(arch)
+    only = "hipsim-load-cpu_indices or hipsim-store-device_indices"
+    done = hip_simulator.run_suite(["test_transfer_kv.py"], env, only)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+MUTANTS = {
+    "offsets of 32 bits": (
+        "copy_rows.cuh",
+        "place[k].dst += dst_slot[k] * dst_slot_stride;",
+        "place[k].dst += static_cast<uint32_t>(dst_slot[k] * dst_slot_stride);",
+        FAR,
+        "AssertionError|are not the GPU's",
+    ),
+    "all lanes want the lock": (
+        "record_error.cuh",
+        "if (!has_least_of_lockstep(position))",
+        "if (false)",
+        BAD,
+        "a wave that does not end",
+    ),
+    "an instruction without a meaning here": (
+        "copy_rows.cuh",
+        "const int64_t count = read_count(params);",
+        "__builtin_amdgcn_s_sleep(1);\n  const int64_t count = read_count(params);",
+        ROWS,
+        "an unknown instruction in: s_sleep 1",
+    ),
+    "a row one vector too long": (
+        "copy_rows.cuh",
+        "place.dst = params.planes[plane].dst + dst_offset;",
+        "place.dst = params.planes[plane].dst + dst_offset + kVectorBytes;",
+        ROWS,
+        "bytes differ in memory|are not the GPU's",
+    ),
+    "a flat access": (
+        "hip/runtime.h",
+        "#define HICACHE_GLOBAL __attribute__((address_space(1)))",
+        "#define HICACHE_GLOBAL",
+        ROWS,
+        "an unknown instruction in: flat_",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_is_caught(mutant: str, tmp_path: Path) -> None:
+    file, right, wrong, program, expected = MUTANTS[mutant]
+    csrc = hip_objects.with_fault(tmp_path, file, right, wrong)
+    hip_objects.compile_kernels("gfx942", tmp_path / "code.o", csrc)
+    code, text = run(program, "gfx942", HIP_SIM_CODE=str(tmp_path / "code.o"))
+    assert code != 0
+    assert any(part in text for part in expected.split("|")), text
+
+
+def test_the_right_code_in_place_of_the_library_s(tmp_path: Path) -> None:
+    """What the mutants change is what makes them fail."""
+    hip_objects.compile_kernels("gfx942", tmp_path / "code.o")
+    code, text = run(BAD, "gfx942", HIP_SIM_CODE=str(tmp_path / "code.o"))
+    assert code == 0, text

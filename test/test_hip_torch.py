@@ -1,0 +1,81 @@
+"""The HIP backend as an op of torch: opcheck and torch.compile on the simulated GPU."""
+
+import textwrap
+
+import hip_simulator
+import pytest
+
+pytestmark = pytest.mark.backend("hip")
+
+# A load by device indices from a device view into a stack of two planes.
+SETUP = """
+host = torch_hicache.empty_host((2, 64, 16), torch.uint8, device)
+host.copy_(torch.arange(2 * 64 * 16).view(2, 64, 16) % 251)
+source = torch_hicache.device_view(host, device)
+pool = torch.empty(2, 32, 16, dtype=torch.uint8, device=device)
+pool.copy_(torch.zeros(2, 32, 16, dtype=torch.uint8))
+at, places = torch.tensor([3, 4, 31]).to(device), torch.tensor([9, 0, 63]).to(device)
+
+def load(pool, source, at, places):
+    torch.ops.hicache.transfer_kv([pool], [source], at, places, slot_dim=1)
+    return pool
+
+def is_loaded():
+    expected = torch.zeros(2, 32, 16, dtype=torch.uint8)
+    expected[:, at.cpu()] = host[:, places.cpu()]
+    return torch.equal(pool.cpu(), expected)
+"""
+
+
+def passes(program: str, key: str) -> None:
+    env = hip_simulator.environment(key=key)
+    done = hip_simulator.run_python(SETUP + textwrap.dedent(program), env)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_opcheck_on_an_out_of_tree_device() -> None:
+    passes(
+        """
+        arguments = ([pool], [source], at, places), {"slot_dim": 1}
+        torch.library.opcheck(torch.ops.hicache.transfer_kv.default, *arguments)
+        """,
+        "PrivateUse1",
+    )
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_on_an_out_of_tree_device(backend: str) -> None:
+    passes(
+        f"""
+        from hip_sim_device import enable_compile
+        enable_compile()
+        result = torch.compile(load, fullgraph=True, backend="{backend}")(pool, source, at, places)
+        assert result is pool
+        assert is_loaded()
+        """,
+        "PrivateUse1",
+    )
+
+
+def test_the_cuda_device_of_a_torch_for_rocm() -> None:
+    """AMD GPUs are `cuda` there, and the op's key is CUDA."""
+    passes(
+        """
+        backend = torch_hicache.backends()[2]
+        assert (backend.name, backend.key, backend.loaded) == ("hip", "CUDA", True), backend
+        assert source.device == torch.device("cuda", 0)
+        load(pool, source, at, places)
+        assert is_loaded()
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        arguments = ([pool], [source], at, places), {"slot_dim": 1}
+        torch.library.opcheck(torch.ops.hicache.transfer_kv.default, *arguments, test_utils=checks)
+        load(pool, source, at + 30, places)
+        try:
+            torch_hicache.check_errors(device)
+        except IndexError as error:
+            assert "on cuda:0: dst_indices[0] is 33, out of range for 32 slots" in str(error), error
+        else:
+            raise AssertionError("nothing was raised")
+        """,
+        "CUDA",
+    )
