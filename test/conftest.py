@@ -6,6 +6,7 @@ is a failure, whatever skipped it. Tests that are bound to no backend may skip, 
 """
 
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,8 @@ def missing_reason(name: str) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell that runs the suite in the background lets it ignore Ctrl-C, which some tests send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["HICACHE_CALIBRATION"] = os.devnull  # no table that this machine's user has stored
     config.addinivalue_line("markers", "backend(name): runs on this device, skips without it")
     for name in REQUIRED:
