@@ -100,28 +100,28 @@ def test_the_suite_of_the_op(arch: str) -> None:
 
 MUTANTS = {
     "offsets of 32 bits": (
-        "copy_rows.cuh",
+        "hip/copy_rows.cuh",
         "place[k].dst += dst_slot[k] * dst_slot_stride;",
         "place[k].dst += static_cast<uint32_t>(dst_slot[k] * dst_slot_stride);",
         FAR,
         "AssertionError|are not the GPU's",
     ),
     "all lanes want the lock": (
-        "record_error.cuh",
+        "hip/record_error.cuh",
         "if (!has_least_of_lockstep(position))",
         "if (false)",
         BAD,
         "a wave that does not end",
     ),
     "an instruction without a meaning here": (
-        "copy_rows.cuh",
+        "hip/copy_rows.cuh",
         "const int64_t count = read_count(params);",
         "__builtin_amdgcn_s_sleep(1);\n  const int64_t count = read_count(params);",
         ROWS,
         "an unknown instruction in: s_sleep 1",
     ),
     "a row one vector too long": (
-        "copy_rows.cuh",
+        "hip/copy_rows.cuh",
         "place.dst = params.planes[plane].dst + dst_offset;",
         "place.dst = params.planes[plane].dst + dst_offset + kVectorBytes;",
         ROWS,

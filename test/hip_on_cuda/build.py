@@ -16,9 +16,10 @@ import torch
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
-SOURCES = ["transfer_kv.cpp", "slot_runs.cpp", "entries.cpp"]
+SOURCES = ["transfer_kv.cpp", "slot_runs.cpp"]
 HIP_SOURCES = [
     "transfer_kv.cpp",
+    "entries.cpp",
     "device_state.cpp",
     "host_memory.cpp",
     "library.cpp",
