@@ -4,8 +4,15 @@ import textwrap
 
 import hip_simulator
 import pytest
+import torch
 
-pytestmark = pytest.mark.backend("hip")
+pytestmark = [
+    pytest.mark.backend("hip"),
+    pytest.mark.skipif(
+        torch.version.cuda is not None,
+        reason="a torch that is built for CUDA loads _cuda, and never both libraries",
+    ),
+]
 
 # A load by device indices from a device view into a stack of two planes.
 SETUP = """
