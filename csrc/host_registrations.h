@@ -63,6 +63,15 @@ class HostRegistrations {
     return found;
   }
 
+  // Whether the device knows memory of ours by this address.
+  bool holds_device_address(const char* address) const {
+    const std::shared_lock<std::shared_mutex> lock(mutex_);
+    for (const auto& [host, registration] : by_host_)
+      if (address >= registration.device && address < registration.device + registration.nbytes)
+        return true;
+    return false;
+  }
+
  private:
   struct Registration {
     size_t nbytes;

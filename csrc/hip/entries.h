@@ -1,5 +1,5 @@
 // The entries of a call in the form that the copy kernel reads, on the device: as given, or uploaded from the
-// CPU. Host code that CUDA and HIP share.
+// CPU.
 #pragma once
 
 #include <vector>

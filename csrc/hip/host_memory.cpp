@@ -4,29 +4,17 @@
 
 #include <torch/csrc/stable/accelerator.h>
 
-#include <map>
-#include <mutex>
-#include <shared_mutex>
 #include <stdexcept>
 
+#include "../host_registrations.h"
 #include "runtime.h"
 
 namespace hicache {
 namespace {
 
-struct Registration {
-  size_t nbytes;
-  const char* device_address;
-};
-
-// Registrations made here, by host address. Never destroyed: tensors may outlive static objects.
-struct Registry {
-  std::shared_mutex mutex;
-  std::map<const char*, Registration> by_host;
-};
-
-Registry& registry() {
-  static auto* instance = new Registry;
+// Never destroyed: tensors may outlive static objects.
+HostRegistrations& registrations() {
+  static auto* instance = new HostRegistrations;
   return *instance;
 }
 
@@ -63,23 +51,24 @@ void register_host_memory(const Tensor& on_device, int64_t address, int64_t nbyt
   if (mapped != hipSuccess)
     (void)hipHostUnregister(host);
   check_hip(mapped, "hipHostGetDevicePointer");
-  const std::unique_lock<std::shared_mutex> lock(registry().mutex);
-  registry().by_host[static_cast<const char*>(host)] = {static_cast<size_t>(nbytes),
-                                                        static_cast<const char*>(device)};
+  registrations().add(static_cast<const char*>(host), static_cast<size_t>(nbytes),
+                      static_cast<const char*>(device));
 }
 
-// Waits for the device first: a transfer that still uses the memory must not lose it.
+// Waits for the device first: a transfer that still uses the memory must not lose it. Where that is not
+// possible (while a stream captures) the memory stays registered, and the call may be made again.
 void unregister_host_memory(const Tensor& on_device, int64_t address) {
-  const torch::stable::accelerator::DeviceGuard guard(on_device.get_device_index());
+  const int32_t device_index = on_device.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device_index);
   const RelaxedCapture relaxed;
   char* host = reinterpret_cast<char*>(address);
-  {
-    const std::unique_lock<std::shared_mutex> lock(registry().mutex);
-    if (registry().by_host.erase(host) == 0)
-      throw std::invalid_argument("[host_memory] this memory was not registered here.");
-  }
+  if (registrations().device_address(host, host + 1) == nullptr)
+    throw std::invalid_argument("[host_memory] this memory was not registered here.");
+  if (is_capturing(current_stream(device_index)))  // waiting would end the capture
+    throw std::runtime_error("[host_memory] memory can't be unregistered while the current stream captures.");
   check_hip(hipDeviceSynchronize(), "hipDeviceSynchronize");
   check_hip(hipHostUnregister(host), "hipHostUnregister");
+  registrations().remove(host);
 }
 
 int64_t host_device_address(const Tensor& on_device, int64_t address, int64_t nbytes) {
@@ -94,16 +83,8 @@ int64_t host_device_address(const Tensor& on_device, int64_t address, int64_t nb
 }
 
 const char* HipHostMemoryMap::device_address(const char* begin, const char* end) const {
-  {
-    Registry& known = registry();
-    const std::shared_lock<std::shared_mutex> lock(known.mutex);
-    auto after = known.by_host.upper_bound(begin);
-    if (after != known.by_host.begin()) {
-      const auto& [host, registration] = *--after;
-      if (end <= host + registration.nbytes)
-        return registration.device_address + (begin - host);
-    }
-  }
+  if (const char* device = registrations().device_address(begin, end))
+    return device;
   // A registration by others may end inside the tensor.
   const char* first = runtime_device_address(begin);
   const char* last = runtime_device_address(end - 1);
@@ -111,14 +92,8 @@ const char* HipHostMemoryMap::device_address(const char* begin, const char* end)
 }
 
 bool is_host_memory(const void* device_address) {
-  {
-    Registry& known = registry();
-    const std::shared_lock<std::shared_mutex> lock(known.mutex);
-    for (const auto& [host, registration] : known.by_host)
-      if (device_address >= registration.device_address &&
-          device_address < registration.device_address + registration.nbytes)
-        return true;
-  }
+  if (registrations().holds_device_address(static_cast<const char*>(device_address)))
+    return true;
   hipPointerAttribute_t attributes{};
   if (hipPointerGetAttributes(&attributes, device_address) != hipSuccess) {
     (void)hipGetLastError();

@@ -1,4 +1,4 @@
-// The host's side of error_record.cuh: what a kernel has recorded, as an exception. Shared by CUDA and HIP.
+// The host's side of error_record.cuh: what a kernel has recorded, as an exception.
 #pragma once
 
 #include <atomic>
