@@ -8,7 +8,6 @@ beside a forward pass of 32 layers), submit (host time of one call with 1,000 pa
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import torch
 from bench_slot_allocator import PARTS, serve
-from bench_transfer_kv import GIB, link_rates, machine, median, print_row
+from bench_transfer_kv import GIB, link_rates, median, print_row, save
 from torch import Tensor
 
 from torch_hicache import DevicePool, HostPool, PlaneSpec, TransferEngine, explain
@@ -199,10 +198,7 @@ def main() -> int:
         results += rows
         for row in rows:
             print_row(row)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        record = {"machine": machine(), "link_gbps": link, "results": results}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    save(options.json, results, link)
     return 0
 
 

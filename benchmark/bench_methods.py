@@ -8,7 +8,6 @@ matrix product beside them), submit (host time of one call with many pages).
 
 import argparse
 import functools
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +19,8 @@ from bench_transfer_kv import (
     gemm_beside,
     host_seconds,
     link_rates,
-    machine,
     print_row,
+    save,
 )
 from torch import Tensor
 
@@ -217,10 +216,7 @@ def main() -> int:
         results += rows
         for row in rows:
             print_row(row)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        record = {"machine": machine(), "link_gbps": link, "results": results}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    save(options.json, results, link)
     return 0
 
 

@@ -431,6 +431,15 @@ def print_row(row: dict[str, object]) -> None:
     print("  ".join(cells), flush=True)
 
 
+def save(path: Path | None, results: list[dict[str, object]], link: dict[str, float]) -> None:
+    """Write machine and results, where a file was asked for."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"machine": machine(), "link_gbps": link, "results": results}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sections", default="rows,big_pool,gemm,host,cpu")
@@ -459,10 +468,7 @@ def main() -> int:
             results += rows
             for row in rows:
                 print_row(row)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        record = {"machine": machine(), "link_gbps": link, "results": results}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    save(options.json, results, link)
     return 0
 
 

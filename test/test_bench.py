@@ -51,7 +51,7 @@ def test_all_scripts_of_the_source_tree_are_sections(monkeypatch: pytest.MonkeyP
     for name in bench.sections():
         source = (bench.FOLDER / f"bench_{name}.py").read_text()
         assert '"--json"' in source
-        assert '"results": results' in source
+        assert "save(options.json" in source or '"results": results' in source
 
 
 def test_records_are_gathered(scripts: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
