@@ -1,6 +1,8 @@
 # make demo    the main job on the CPU, within a minute
 # make test    the test-suite
 # make test-ascend   the Ascend backend under real torch_npu, on a simulated driver with an emulated kernel
+# make test-sglang, test-vllm, test-lmcache, test-transformers, test-mooncake
+#              each integration with the real package, in a venv of its own
 # make lint    every check of the sources (pre-commit)
 # make asan    the CPU backend's tests under AddressSanitizer and UBSan
 # make bench   figures of this machine
@@ -24,7 +26,9 @@ ASCEND_SIM := $(CURDIR)/build/ascend_sim
 ASCEND_RUN := env HICACHE_ASCEND_SIM=$(ASCEND_SIM) HICACHE_REQUIRE=npu LD_PRELOAD=$(ASCEND_SIM)/libpreload.so \
   PYTHONPATH=$(CURDIR)/test/ascend_sim/site:$(CURDIR) timeout --kill-after=10 900 $(ASCEND)/bin/python -m pytest -q
 
-.PHONY: setup build demo test test-ascend test-torch lint asan bench wheel clean
+INTEGRATIONS := sglang vllm lmcache transformers mooncake
+
+.PHONY: setup build demo test test-ascend test-torch lint asan bench wheel clean $(INTEGRATIONS:%=test-%)
 .DEFAULT_GOAL := build
 
 setup: $(VENV)/installed
@@ -74,6 +78,18 @@ test-torch: wheel
 	cmp $(LIBRARY) $$($(OTHER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/$(LIBRARY)
 	cd test && ../$(OTHER)/bin/pytest -c ../pyproject.toml --rootdir=.. . \
 	  --ignore=test_hip_isa.py --ignore=test_hip_machine_code.py --ignore=test_hip_sim.py
+
+# An integration's packages are listed whole in test/integrations/<name>.txt: what they pin among
+# themselves cannot be had together.
+.venv-%/installed: test/integrations/%.txt requirements.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet $$(grep -E '^(torch|numpy|rich|pytest|expecttest)==' requirements.txt)
+	.venv-$*/bin/python -m pip install --quiet --no-deps --requirement $<
+	touch $@
+
+$(INTEGRATIONS:%=test-%): test-%: .venv-%/installed wheel
+	.venv-$*/bin/python -m pip install --quiet --no-deps --force-reinstall dist/torch_hicache-*.whl
+	cd test/integrations && ../../.venv-$*/bin/python -m pytest -c ../../pyproject.toml --rootdir=../.. $*
 
 lint: build
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files --show-diff-on-failure
