@@ -126,7 +126,8 @@ Plan copy_engine_plan(const Call& call, std::string reason) {
 
 std::vector<SlotRun> merged_host_runs(const TransferArgs& args, bool is_dst_host) {
   std::vector<SlotRun> merged;
-  for (const HostRun& run : host_runs(args, is_dst_host, 0, args.num_entries, [](int64_t) { return true; }))
+  const std::vector<HostRun> runs = host_runs(args, is_dst_host, [](int64_t) { return true; });
+  for (const HostRun& run : sorted_part(runs, 0, args.num_entries))
     if (!merged.empty() && run.host_slot == merged.back().dst_slot + merged.back().length)
       merged.back().length += run.length;
     else
@@ -190,6 +191,22 @@ Plan choose_freely(const Call& call) {
 }
 
 }  // namespace
+
+std::vector<HostRun> sorted_part(const std::vector<HostRun>& runs, int64_t first, int64_t size) {
+  std::vector<HostRun> part;
+  const auto ends_before = [](const HostRun& run, int64_t entry) {
+    return run.first_entry + run.length <= entry;
+  };
+  for (auto run = std::lower_bound(runs.begin(), runs.end(), first, ends_before);
+       run != runs.end() && run->first_entry < first + size; ++run) {
+    const int64_t begin = std::max(run->first_entry, first);
+    const int64_t end = std::min(run->first_entry + run->length, first + size);
+    part.push_back({run->host_slot + begin - run->first_entry, begin, end - begin});
+  }
+  std::stable_sort(part.begin(), part.end(),
+                   [](const HostRun& a, const HostRun& b) { return a.host_slot < b.host_slot; });
+  return part;
+}
 
 MethodTable method_table_from(const std::vector<int64_t>& values) {
   if (values.size() != kMethodTableSize)

@@ -56,28 +56,33 @@ struct HostRun {
   int64_t length;
 };
 
-// Entries [first, first + size) that move (`moves(entry)` may rule out more), as such stretches in the order of
-// their host slots, whatever the other side's slots are. The host pool's indices are on the CPU.
+// All entries that move (`moves(entry)` may rule out more) as such stretches, in the caller's order and
+// whatever the other side's slots are. The host pool's indices are on the CPU.
 template <typename Moves>
-std::vector<HostRun> host_runs(const TransferArgs& args, bool is_dst_host, int64_t first, int64_t size,
-                               const Moves& moves) {
-  const IndexView& host = is_dst_host ? args.dst_indices : args.src_indices;
-  const IndexView& other = is_dst_host ? args.src_indices : args.dst_indices;
+std::vector<HostRun> host_runs(const TransferArgs& args, bool is_dst_host, const Moves& moves) {
+  const int64_t* host = (is_dst_host ? args.dst_indices : args.src_indices).checked();
+  const IndexView& other_view = is_dst_host ? args.src_indices : args.dst_indices;
+  const int64_t* other = other_view.is_cpu ? other_view.checked() : host;
+  const auto is_skipped = [&](int64_t i) {
+    return host[i] < 0 || other[i] < 0 || args.is_overwritten(i) || !moves(i);
+  };
   std::vector<HostRun> runs;
-  for (int64_t i = first; i < first + size; ++i) {
-    const int64_t slot = host[i];
-    if (slot < 0 || (other.is_cpu && other[i] < 0) || args.is_overwritten(i) || !moves(i))
+  const int64_t n = args.num_entries;
+  for (int64_t i = 0; i < n;) {
+    if (is_skipped(i)) {
+      ++i;
       continue;
-    if (!runs.empty() && runs.back().first_entry + runs.back().length == i &&
-        runs.back().host_slot + runs.back().length == slot)
-      ++runs.back().length;
-    else
-      runs.push_back({slot, i, 1});
+    }
+    const int64_t first = i++;
+    while (i < n && host[i] == host[first] + (i - first) && !is_skipped(i))
+      ++i;
+    runs.push_back({host[first], first, i - first});
   }
-  std::stable_sort(runs.begin(), runs.end(),
-                   [](const HostRun& a, const HostRun& b) { return a.host_slot < b.host_slot; });
   return runs;
 }
+
+// What the stretches have of entries [first, first + size), in the order of their host slots.
+std::vector<HostRun> sorted_part(const std::vector<HostRun>& runs, int64_t first, int64_t size);
 
 const char* method_name(Method method);
 

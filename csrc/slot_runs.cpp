@@ -105,26 +105,44 @@ class SlotSet {
   std::vector<int64_t> table_;
 };
 
-bool is_monotonic(const IndexView& indices, int64_t num_entries) {
-  bool ascends = true, descends = true;
-  for (int64_t i = 1; i < num_entries && (ascends || descends); ++i) {
-    ascends = ascends && indices[i] > indices[i - 1];
-    descends = descends && indices[i] < indices[i - 1];
+// Whether the slots are known to differ from each other: they come in few ascending stretches, of which no two
+// meet. False where nothing can be said so cheaply.
+bool are_distinct_stretches(const int64_t* slots, int64_t num_entries) {
+  constexpr int64_t kMinMeanLength = 8;
+  std::vector<std::pair<int64_t, int64_t>> stretches;  // first and last slot
+  for (int64_t i = 0; i < num_entries;) {
+    const int64_t first = i++;
+    while (i < num_entries && slots[i] > slots[i - 1])
+      ++i;
+    if (static_cast<int64_t>(stretches.size()) * kMinMeanLength > num_entries)
+      return false;
+    stretches.emplace_back(slots[first], slots[i - 1]);
   }
-  return ascends || descends;
+  std::sort(stretches.begin(), stretches.end());
+  for (size_t k = 1; k < stretches.size(); ++k)
+    if (stretches[k].first <= stretches[k - 1].second)
+      return false;
+  return true;
+}
+
+bool descends(const int64_t* slots, int64_t num_entries) {
+  for (int64_t i = 1; i < num_entries; ++i)
+    if (slots[i] >= slots[i - 1])
+      return false;
+  return true;
 }
 
 // Positions whose destination a later entry writes again, as flags; empty when there are none.
 std::vector<bool> overwritten_entries(const TransferArgs& args) {
   const int64_t n = args.num_entries;
-  if (is_monotonic(args.dst_indices, n))
+  const int64_t* slots = args.dst_indices.checked();
+  if (descends(slots, n) || are_distinct_stretches(slots, n))
     return {};
   std::vector<bool> overwritten;
   SlotSet seen(args.dst_slots, n);
   for (int64_t i = n - 1; i >= 0; --i) {
-    const int64_t slot = args.dst_indices[i];
-    const bool is_padding = slot < 0 || (args.src_indices.is_cpu && args.src_indices[i] < 0);
-    if (is_padding || seen.insert(slot))
+    const bool is_padding = slots[i] < 0 || (args.src_indices.is_cpu && args.src_indices.checked()[i] < 0);
+    if (is_padding || seen.insert(slots[i]))
       continue;
     if (overwritten.empty())
       overwritten.resize(n);

@@ -98,6 +98,10 @@ struct IndexView {
     return is_int64 ? static_cast<const int64_t*>(data)[i * stride]
                     : static_cast<const int32_t*>(data)[i * stride];
   }
+  // Of those on the CPU, once check_cpu_indices() has copied them.
+  const int64_t* checked() const {
+    return static_cast<const int64_t*>(data);
+  }
 };
 
 // All that a backend needs to know of a call.
@@ -173,18 +177,10 @@ void check_cpu_indices(TransferArgs& args);
 // Calls visit(dst_slot, src_slot) for each entry that moves, in the caller's order; indices on the CPU.
 template <typename Visit>
 void for_each_entry(const TransferArgs& args, int64_t begin, int64_t end, const Visit& visit) {
-  const auto loop = [&](const auto& dst, const auto& src) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t dst_slot = dst[i], src_slot = src[i];
-      if (dst_slot >= 0 && src_slot >= 0 && !args.is_overwritten(i))
-        visit(dst_slot, src_slot);
-    }
-  };
-  const IndexView &dst = args.dst_indices, &src = args.src_indices;
-  if (dst.is_int64 && src.is_int64 && dst.stride == 1 && src.stride == 1)  // worth a loop of its own
-    loop(static_cast<const int64_t*>(dst.data), static_cast<const int64_t*>(src.data));
-  else
-    loop(dst, src);
+  const int64_t *dst = args.dst_indices.checked(), *src = args.src_indices.checked();
+  for (int64_t i = begin; i < end; ++i)
+    if (dst[i] >= 0 && src[i] >= 0 && !args.is_overwritten(i))
+      visit(dst[i], src[i]);
 }
 
 // A maximal stretch of entries whose slots are neighbours on both sides, ascending or descending; `dst_slot`

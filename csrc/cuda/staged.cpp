@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <numeric>
 
 #include "copy_engine.h"
 #include "copy_kernel.h"
@@ -30,11 +31,11 @@ constexpr int64_t kStagedBlocks = 132;
 
 // Entries [first, first + size) of the call, as they lie in a buffer.
 struct Range {
+  int64_t first = 0;
   int64_t size = 0;
-  std::vector<SlotRun> runs;    // host slots against places; dst_slot is the destination's
-  std::vector<int64_t> places;  // of each entry in the caller's order
-  std::vector<int64_t> host_slots;
-  const char* on_device = nullptr;  // places, then host slots
+  std::vector<HostRun> stretches;   // of entries, as their places follow each other
+  std::vector<SlotRun> runs;        // host slots against places; dst_slot is the destination's
+  const char* on_device = nullptr;  // for each entry its place; then, where a store needs it, its host slot
 };
 
 struct Part {
@@ -96,16 +97,11 @@ class StagedTransfer {
       return known.get();
     known = std::make_unique<Range>();
     Range& range = *known;
+    range.first = first;
     range.size = size;
-    range.places.assign(size, kSkipped);
-    range.host_slots.assign(size, kSkipped);
-    const auto moves = [&](int64_t entry) { return !is_known_to_be_skipped(entry); };
+    range.stretches = sorted_part(host_runs_, first, size);
     int64_t place = 0;
-    for (const HostRun& run : host_runs(args_, is_store_, first, size, moves)) {
-      for (int64_t i = 0; i < run.length; ++i) {
-        range.places[run.first_entry - first + i] = place + i;
-        range.host_slots[run.first_entry - first + i] = run.host_slot + i;
-      }
+    for (const HostRun& run : range.stretches) {
       if (!range.runs.empty() && host_slot(range.runs.back()) + range.runs.back().length == run.host_slot)
         range.runs.back().length += run.length;
       else
@@ -121,6 +117,7 @@ class StagedTransfer {
   }
 
   void cut() {
+    host_runs_ = host_runs(args_, is_store_, [&](int64_t entry) { return !is_known_to_be_skipped(entry); });
     for (const PlaneGroup& group : args_.groups)
       for_each_launch(
           box_of(group, args_.num_entries, is_store_), [&](const Box& box, int) { add_part(box); },
@@ -174,26 +171,46 @@ class StagedTransfer {
   // Places (and, where a store may have to put rows back, host slots) of all ranges; and the device pool's
   // slots where they are on the CPU.
   void upload() {
-    std::vector<int64_t> values;
-    for (auto& [key, range] : ranges_) {
-      range->on_device = reinterpret_cast<const char*>(values.size() * sizeof(int64_t));
-      values.insert(values.end(), range->places.begin(), range->places.end());
-      if (puts_back())
-        values.insert(values.end(), range->host_slots.begin(), range->host_slots.end());
-    }
-    const size_t device_slots = values.size();
+    const int64_t arrays = puts_back() ? 2 : 1;
+    int64_t num_values = device_indices().is_cpu ? args_.num_entries : 0;
+    for (const auto& [key, range] : ranges_)
+      num_values += range->size * arrays;
+    Upload upload(num_values * static_cast<int64_t>(sizeof(int64_t)));
+    int64_t* const begin = reinterpret_cast<int64_t*>(upload.data());
+    int64_t* values = begin;
     if (device_indices().is_cpu)
-      for (int64_t i = 0; i < args_.num_entries; ++i)
-        values.push_back(device_indices()[i]);
-    Upload upload(static_cast<int64_t>(values.size() * sizeof(int64_t)));
-    std::copy(values.begin(), values.end(), reinterpret_cast<int64_t*>(upload.data()));
+      values = std::copy_n(device_indices().checked(), args_.num_entries, values);
+    for (auto& [key, range] : ranges_) {
+      range->on_device = reinterpret_cast<const char*>(values - begin);
+      write_places(*range, values, puts_back() ? values + range->size : nullptr);
+      values += range->size * arrays;
+    }
     uploaded_ = upload.to_device(args_.device, stream_);
-    const char* data = static_cast<const char*>(uploaded_.data_ptr());
+    const auto* const data = static_cast<const int64_t*>(uploaded_.data_ptr());
     for (auto& [key, range] : ranges_)
-      range->on_device = data + reinterpret_cast<uintptr_t>(range->on_device);
-    device_slots_ = device_indices().is_cpu ? DeviceIndices{data + device_slots * sizeof(int64_t), 1, true}
+      range->on_device = reinterpret_cast<const char*>(data + reinterpret_cast<intptr_t>(range->on_device));
+    device_slots_ = device_indices().is_cpu ? DeviceIndices{reinterpret_cast<const char*>(data), 1, true}
                                             : DeviceIndices{device_indices().data, device_indices().stride,
                                                             device_indices().is_int64};
+  }
+
+  static void write_places(const Range& range, int64_t* places, int64_t* host_slots) {
+    int64_t num_placed = 0;
+    for (const HostRun& run : range.stretches)
+      num_placed += run.length;
+    if (num_placed < range.size) {
+      std::fill_n(places, range.size, kSkipped);
+      if (host_slots != nullptr)
+        std::fill_n(host_slots, range.size, kSkipped);
+    }
+    int64_t place = 0;
+    for (const HostRun& run : range.stretches) {
+      const int64_t at = run.first_entry - range.first;
+      std::iota(places + at, places + at + run.length, place);
+      if (host_slots != nullptr)
+        std::iota(host_slots + at, host_slots + at + run.length, run.host_slot);
+      place += run.length;
+    }
   }
 
   // Whether the device alone knows which entries of a store are padding: their rows in the host pool must stay.
@@ -270,6 +287,7 @@ class StagedTransfer {
   const ErrorSink& errors_;
   const MethodTable& table_;
   const cudaStream_t stream_;
+  std::vector<HostRun> host_runs_;
   std::map<std::pair<int64_t, int64_t>, std::unique_ptr<Range>> ranges_;
   std::vector<Part> parts_;
   int64_t largest_part_ = 0;
