@@ -30,6 +30,7 @@ _NEVER = 1 << 40  # bytes that no row has; its product with a number of rows sti
 
 _ROW_BYTES = tuple(size * KIB for size in (16, 32, 64, 96, 128, 256, 512, 1024))
 _ROWS_BYTES = 128 * MIB  # moved by one call
+_ROWS_SPAN_BYTES = 4 * GIB  # of the host buffer: rows of a small one are found faster than a real pool's
 _SPANS = tuple(512 * MIB << i for i in range(6))
 _CALLS = 3  # timed together
 _SORTED_ROW_BYTES = (256, 1152)
@@ -108,17 +109,22 @@ def measure_rows(
     methods: Sequence[str] = MEASURED_METHODS,
     row_sizes: Sequence[int] = _ROW_BYTES,
     nbytes: int = _ROWS_BYTES,
+    span_bytes: int | None = None,
 ) -> list[RowRate]:
-    """Every second row of a host buffer, in random order, to and from random rows of a device buffer: no
-    two are neighbours, so that each is a row for the copy engine too."""
-    host = empty_host((2 * nbytes,), torch.uint8, device)
+    """Random rows of a host buffer of `span_bytes` (4 GiB, or what fits) to and from random rows
+    of a device buffer: no two are neighbours, so that each is a row for the copy engine too."""
+    if span_bytes is None:
+        span_bytes = min(_ROWS_SPAN_BYTES, available_memory() // 4)
+    span_bytes = max(span_bytes, 2 * nbytes)
+    host = empty_host((span_bytes,), torch.uint8, device)
     on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
     rates = []
     for row_bytes in row_sizes:
         entries = nbytes // row_bytes
-        host_rows = host[: 2 * entries * row_bytes].view(-1, row_bytes)
+        host_rows = host[: span_bytes // row_bytes * row_bytes].view(-1, row_bytes)
         device_rows = on_device[: entries * row_bytes].view(-1, row_bytes)
-        host_slots, device_slots = torch.randperm(entries) * 2, torch.randperm(entries)
+        host_slots = torch.randperm(len(host_rows) // 2)[:entries] * 2
+        device_slots = torch.randperm(entries)
         for direction in DIRECTIONS:
             call = _call(direction, device_rows, host_rows, device_slots, host_slots)
             for method in methods:
