@@ -180,6 +180,13 @@ class FakeStream:
         self.device, self.name = device, name
         self.commands: deque[tuple[str, object]] = deque()
 
+    def begin(self, nbytes: int, waits: Sequence[FakeEvent]) -> None:
+        for event in waits:
+            self.wait_event(event)
+
+    def flush(self) -> None:
+        pass
+
     def wait_event(self, event: FakeEvent) -> None:
         self.commands.append(("wait", event))
 

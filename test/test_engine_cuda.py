@@ -19,14 +19,23 @@ from torch_hicache import (
     PlaneSpec,
     TransferEngine,
     check_errors,
+    streams,
     wait_layer,
 )
+from torch_hicache.engine import _engines
 
 pytestmark = pytest.mark.backend("cuda")
 DELAY_CYCLES = 200_000_000  # about 0.1 s, far longer than any call here takes on the host
 
 D, H = ints(3, 4, 9), ints(30, 2, 31)
 Parts = tuple[TransferEngine, Model]
+
+
+@pytest.fixture(autouse=True, params=["caller", "thread"])
+def _submitter(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """Who submits: the caller, as for small transfers, or a thread."""
+    monkeypatch.setattr(streams, "BACKGROUND_BYTES", 1 if request.param == "thread" else 1 << 60)
+    return request.param
 
 
 @pytest.fixture
@@ -56,6 +65,9 @@ def delay(engine: TransferEngine, *directions: str) -> None:
 
 
 def finish(model: Model) -> None:
+    for engine in list(_engines.values()):
+        for stream in engine._streams.values():
+            stream.flush()  # what is not submitted yet, a device knows nothing of
     torch.cuda.synchronize()
     model.compare()
 
@@ -181,7 +193,6 @@ def test_slots_freed_in_flight_come_back_by_themselves(parts: Parts) -> None:
     ticket = engine.store(slots, torch.arange(DEVICE_SLOTS))
     pool.free(slots)
     assert pool.available == 0
-    torch.cuda.synchronize()
     for _ in range(3000):
         if pool.available:
             break
@@ -335,23 +346,7 @@ def test_reduce_overhead_with_waits() -> None:
             assert sums == [float(plane.sum()) + seed for plane in rows]
 
 
-# --- Devices and ends -----------------------------------------------------------------------------
-
-
-@pytest.mark.backend("cuda:1")
-def test_an_engine_of_another_device_than_the_current() -> None:
-    pools = make_pools(device="cuda:1")
-    model = Model(*pools)
-    assert torch.cuda.current_device() == 0
-    with TransferEngine(*pools) as engine:
-        for at in (lambda t: t, lambda t: t.to("cuda:1")):
-            engine.store(at(D), at(H)).wait()
-            engine.load(at(H), at(ints(1, 2, 5)), layers="all").wait()
-    assert torch.cuda.current_device() == 0
-    model.store(D, H)
-    model.load(H, ints(1, 2, 5))
-    torch.cuda.synchronize(1)
-    model.compare()
+# --- Ends -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dropped", [False, True])
@@ -360,8 +355,9 @@ def test_the_interpreter_ends_cleanly_with_work_pending(dropped: bool) -> None:
 import sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 import torch
-from torch_hicache import TransferEngine
+from torch_hicache import TransferEngine, streams
 from engine_fakes import ints, make_pools
+streams.BACKGROUND_BYTES = {streams.BACKGROUND_BYTES}
 pools = make_pools(device="cuda")
 engine = TransferEngine(*pools)
 torch.cuda._sleep({DELAY_CYCLES})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_fakes import DEVICE_SLOTS, LAYERS, Model, failing_layers, ints, make_pools
 
-from torch_hicache import DevicePool, HostPool, TransferEngine
+from torch_hicache import DevicePool, HostPool, TransferEngine, streams
 from torch_hicache.streams import DeviceEvent, DeviceRuntime, HostRuntime
 from torch_hicache.ticket import Ticket
 
@@ -26,10 +26,22 @@ class Machine:
         self.idle = threading.Event()
         self.idle.set()
         self.failure: str = ""
-        self.current = "compute"
         self.capturing = False
         self.threads: list[tuple[int, str]] = []  # the device each has chosen
         self.guarded = threading.local()  # the current device is the engine's
+        self._of_thread = threading.local()
+
+    @property
+    def current(self) -> str:
+        """The current stream of the calling thread."""
+        return getattr(self._of_thread, "current", "compute")
+
+    @current.setter
+    def current(self, name: str) -> None:
+        self._of_thread.current = name
+
+    def log_of(self, name: str) -> list[str]:
+        return [line for line in self.log if line.startswith(name)]
 
 
 class StandInStream:
@@ -70,9 +82,11 @@ class StandInEvent:
         return self.machine.idle.is_set()
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+@pytest.fixture(params=["caller", "thread"])
+def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """Transfers are submitted by their caller, as small ones are, or by the thread of a stream."""
     machine = Machine()
+    monkeypatch.setattr(streams, "BACKGROUND_BYTES", 1 if request.param == "thread" else 1 << 60)
     names = iter(["load", "store"])
 
     def make_stream(device: torch.device, priority: int = 0) -> StandInStream:
@@ -132,26 +146,33 @@ def test_order_of_calls(machine: Machine) -> None:
         load = engine.load(H, ints(0, 1, 2), layers="all")
         load.wait_layer(1)
         store.wait_stream()
-        assert machine.log == [
-            "compute records",
+        assert machine.log_of("store") == [
             "store waits for event compute",
             "store transfers [0, 1]",
             "store records",
-            "compute records",
+        ]
+        assert machine.log_of("load") == [
             "load waits for event compute",
             "load waits for event store",
             "load transfers [0, 1]",
             "load records",
+        ]
+        assert machine.log_of("compute") == [
+            "compute records",
+            "compute records",
             "compute waits for event load",
             "compute waits for event store",
         ]
+        at = machine.log.index
+        assert at("store records") < at("load waits for event store")
         assert not store.done()
         with pytest.raises(TimeoutError):
             load.wait(timeout=0.01)
         machine.idle.set()
         load.wait()
         assert store.done()
-        assert sorted(machine.threads) == [(0, "hicache-load"), (0, "hicache-store")]
+        names = ("load", "load-done", "store", "store-done")
+        assert sorted(machine.threads) == [(0, f"hicache-{name}") for name in names]
     model.store(D, H)
     model.load(H, ints(0, 1, 2))
     model.compare()
@@ -165,6 +186,7 @@ def test_a_submission_that_is_refused_in_the_middle(machine: Machine) -> None:
         machine.idle.clear()
         with failing_layers(5) as tried:
             ticket = engine.load(H, slots, layers="all")
+            engine._streams["load"].flush()
         pools[0].free(slots)
         assert tried == [2, 3, 5]
         assert str(ticket.error) == "the link is down"
@@ -195,6 +217,7 @@ def test_a_device_that_fails_fails_its_tickets(machine: Machine) -> None:
         assert [s["in_flight"] for s in engine.stats().values()] == [0, 0]
 
 
+@pytest.mark.parametrize("machine", ["caller"], indirect=True)
 def test_an_interrupt_of_the_submitting_thread_reaches_it(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +251,95 @@ def test_a_stream_that_fails_leaves_nothing_behind(
         pools[0].free(slots)
         assert pools[0].available == DEVICE_SLOTS
         assert engine.stats()["load"]["errors"] == 1
+
+
+@contextmanager
+def blocked_submissions(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    gate, transfer = threading.Event(), Ticket._transfer
+
+    def wait(ticket: Ticket, *args: Any) -> None:
+        assert gate.wait(60)
+        transfer(ticket, *args)
+
+    monkeypatch.setattr(Ticket, "_transfer", wait)
+    try:
+        yield gate
+    finally:
+        gate.set()
+
+
+@pytest.mark.parametrize("machine", ["thread"], indirect=True)
+def test_a_call_returns_before_a_big_transfer_is_submitted(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = make_pools()
+    model = Model(*pools)
+    with device_engine(machine, pools) as engine, blocked_submissions(monkeypatch) as gate:
+        ticket = engine.load(H, D)
+        assert not ticket.done()
+        with pytest.raises(TimeoutError):
+            ticket.wait(timeout=0.01)
+        waiter = threading.Thread(target=ticket.wait_stream)
+        waiter.start()
+        waiter.join(0.05)
+        assert "compute waits for event load" not in machine.log, "a wait for nothing"
+        gate.set()
+        waiter.join(10)
+        assert machine.log[-2:] == ["load records", "compute waits for event load"]
+        ticket.wait()
+    model.load(H, D)
+    model.compare()
+
+
+@pytest.mark.parametrize("machine", ["thread"], indirect=True)
+def test_what_follows_a_big_transfer_keeps_its_place(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ones too: a load of the same stream, and a store that waits for it."""
+    pools = make_pools()
+    model = Model(*pools)
+    with device_engine(machine, pools) as engine, blocked_submissions(monkeypatch) as gate:
+        tickets = [engine.load(H, D)]
+        monkeypatch.setattr(streams, "BACKGROUND_BYTES", 1 << 60)
+        tickets += [engine.load(ints(1, 3, 5), D), engine.store(D, H)]
+        gate.set()
+        for ticket in tickets:
+            ticket.wait()
+        assert [line for line in machine.log_of("load") if "transfers" in line] == [
+            "load transfers [2, 3, 5, 8]"
+        ] * 2
+        at = machine.log.index
+        assert at("store waits for event load") < at("store transfers [2, 3, 5, 8]")
+        engine.load(H, D)
+        assert machine.log[-1] == "load records", "all is done: the caller submits again"
+    model.load(H, D)
+    model.load(ints(1, 3, 5), D)
+    model.store(D, H)
+    model.load(H, D)
+    model.compare()
+
+
+@pytest.mark.parametrize("machine", ["thread"], indirect=True)
+def test_nothing_follows_a_wait_that_failed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its wait a transfer would run too early. The stream takes no more."""
+    pools = make_pools()
+    model = Model(*pools)
+    with device_engine(machine, pools) as engine:
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("the device is lost")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StandInStream, "wait_event", fail)
+            ticket = engine.load(H, D)
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                ticket.wait()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the stream of a transfer has failed"):
+                engine.load(H, D).wait()
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            ticket.wait_layer(LAYERS[0])
+    model.compare()
 
 
 def test_a_device_without_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,6 +402,7 @@ def test_a_torch_without_external_events(
         machine.capturing = False
 
 
+@pytest.mark.parametrize("machine", ["caller"], indirect=True)
 def test_event_query_leaves_the_capture_mode_as_it_was(machine: Machine) -> None:
     """A driver's switch, played by a function: relaxed during the query, then as before."""
     mode, seen = [0], []
@@ -300,6 +413,7 @@ def test_event_query_leaves_the_capture_mode_as_it_was(machine: Machine) -> None
         pointer._obj.value, mode[0] = mode[0], wanted
         return 0
 
+    event.record(StandInStream(machine, "load"))  # type: ignore[arg-type]
     event._exchange = exchange
     event.event.query = lambda: seen.append(mode[0]) or True  # type: ignore[method-assign]
     assert event.query()

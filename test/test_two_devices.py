@@ -3,8 +3,10 @@
 import pytest
 import torch
 from bad_calls import BAD_PAIRS, arguments, fake_text_of, text_of
+from engine_fakes import Model, ints, make_pools
 
 import torch_hicache
+from torch_hicache import TransferEngine
 from torch_hicache.testing import check_transfer, fill_pool, strided_tensor, unchanged
 
 pytestmark = pytest.mark.backend("cuda:1")
@@ -72,3 +74,19 @@ def test_two_accelerators_in_one_call_are_refused(name: str) -> None:
         text = text_of(call)
     assert text.startswith("ValueError: [transfer_kv] "), text
     assert fake_text_of(BAD_PAIRS[name], "cuda:0") == text
+
+
+def test_an_engine_of_another_device_than_the_current() -> None:
+    engine_pools = make_pools(device="cuda:1")
+    model = Model(*engine_pools)
+    slots, host_slots = ints(3, 4, 9), ints(30, 2, 31)
+    assert torch.cuda.current_device() == 0
+    with TransferEngine(*engine_pools) as engine:
+        for at in (lambda t: t, lambda t: t.to("cuda:1")):
+            engine.store(at(slots), at(host_slots)).wait()
+            engine.load(at(host_slots), at(ints(1, 2, 5)), layers="all").wait()
+    assert torch.cuda.current_device() == 0
+    model.store(slots, host_slots)
+    model.load(host_slots, ints(1, 2, 5))
+    torch.cuda.synchronize(1)
+    model.compare()

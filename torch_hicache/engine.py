@@ -134,7 +134,8 @@ class TransferEngine:
         the call, which produced the slots or still reads them, and for transfers of the other direction
         in flight that share a slot. Indices on the device count as all slots there, since the host can't
         read them. Work that comes later and writes slots a store reads, or reads slots a load writes,
-        must wait for the ticket.
+        must wait for the ticket. A big transfer is submitted by a thread after the call has returned: the
+        ticket's methods know of it at once, `torch.cuda.synchronize()` may not.
 
         Lifetime: slots named by indices on the CPU are held until the device has finished: if they are
         freed meanwhile, the pool hands them out no earlier. Slots named by indices on the device must not
@@ -167,24 +168,28 @@ class TransferEngine:
         else:
             groups = self._pair.groups(layers, len(indices[0]), self._group_bytes, unit)
         nbytes = len(indices[0]) * sum(group.entry_bytes for group in groups)
-        self._pair.hold(slots)
+        # Slots that move as whole pages are held as such: a pool holds pages anyway.
+        held = slots if unit == self._pair.unit else indices
+        self._pair.hold(held, unit)
         try:
             self._in_flight.reserve(direction, nbytes)
         except BaseException:
-            self._pair.release(slots)
+            self._pair.release(held, unit)
             raise
         try:
             host_reads_all = all(of_pool is not None for of_pool in slots)
             errors = ErrorScope(None if host_reads_all else self._on_device)
             ticket = Ticket(direction, groups, indices, self._runtime, errors, method=self._method)
             ticket.num_entries = len(device_indices)
-            ticket._on_finish = partial(self._finish, slots)
+            ticket._on_finish = partial(self._finish, held, unit)
         except BaseException:
             self._in_flight.remove(direction, nbytes)
-            self._pair.release(slots)
+            self._pair.release(held, unit)
             raise
         with self._submitting:
             self._send(ticket, slots)
+        if direction == "load" and self._layer_events:
+            self._streams["load"].flush()  # a graph that is replayed next waits for the newest record
         if ticket.error is not None and not isinstance(ticket.error, Exception):
             raise ticket.error  # an interrupt of this thread is no matter of the ticket alone
         return ticket
@@ -197,11 +202,12 @@ class TransferEngine:
             self._newest_load |= dict.fromkeys(ticket.layers, ticket.number)
         events = ticket._events
         try:
-            stream.wait_event(self._runtime.record_current())
+            waits = [self._runtime.record_current()]
             for other, number in self._hazards.conflicts(ticket.direction, slots).items():
                 earlier = self._in_flight.ticket(other, number)
                 if earlier is not None:
-                    stream.wait_event(earlier._events[-1])
+                    waits.append(earlier._events[-1])
+            stream.begin(ticket.nbytes, waits)
             for position, group in enumerate(ticket._groups):
                 stream.run(partial(ticket._move, position))
                 events.append(stream.record())
@@ -218,9 +224,9 @@ class TransferEngine:
             ticket._finish(error)
             raise
 
-    def _finish(self, slots: Slots, ticket: Ticket) -> None:
+    def _finish(self, held: Slots, unit: str, ticket: Ticket) -> None:
         try:
-            self._pair.release(slots)
+            self._pair.release(held, unit)
         finally:
             if ticket.direction == "load" and ticket.error is not None and not ticket.cancelled:
                 self._failed_loads.append(ticket)
@@ -260,6 +266,7 @@ class TransferEngine:
                 # Behind all that was submitted. A wait for an event without a record would be no wait.
                 event.record(self._streams["load"])
                 self._layer_events[layer] = event
+        self._streams["load"].flush()
         return event
 
     def _record_layers(self, direction: str, layers: Sequence[int]) -> None:

@@ -123,20 +123,20 @@ class PoolPair:
         whole = pages.unsqueeze(1) * self._page_size + torch.arange(self._page_size)
         return pages if torch.equal(rows, whole) else None
 
-    def hold(self, slots: Slots) -> None:
+    def hold(self, slots: Slots, unit: str) -> None:
         """In both pools, or in none."""
         device_slots, host_slots = slots
-        self._hold(self.device_pool, device_slots)
+        self._hold(self.device_pool, device_slots, unit)
         try:
-            self._hold(self.host_pool, host_slots)
+            self._hold(self.host_pool, host_slots, unit)
         except BaseException:
-            self.release((device_slots, None))
+            self.release((device_slots, None), unit)
             raise
 
-    def release(self, slots: Slots) -> None:
+    def release(self, slots: Slots, unit: str) -> None:
         for pool, of_pool in zip(self.pools, slots, strict=True):
             if of_pool is not None:
-                pool.release(of_pool, unit=self.unit)
+                pool.release(of_pool, unit=unit)
 
     def all_layers(self, unit: str) -> LayerGroup:
         return self._group(self.layers, unit)
@@ -178,9 +178,9 @@ class PoolPair:
             size += self._layer_bytes[unit][self._position[layer]] * num_entries
         return [self._group(tuple(group), unit) for group in merged]
 
-    def _hold(self, pool: DevicePool | HostPool, of_pool: Tensor | None) -> None:
+    def _hold(self, pool: DevicePool | HostPool, of_pool: Tensor | None, unit: str) -> None:
         if of_pool is not None:
-            pool.hold(of_pool, unit=self.unit)
+            pool.hold(of_pool, unit=unit)
 
     def _check_form(self, indices: Tensor, name: str) -> None:
         if not isinstance(indices, Tensor) or indices.layout != torch.strided:

@@ -5,6 +5,7 @@ thread that works.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +37,8 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pending: list[tuple[Any, str, torch.cuda.Event, torch.cuda.Event]] = []
+        # A deque, since the threads of an engine add to it.
+        self._pending: deque[tuple[Any, str, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def mark(self) -> Any:
         """Here in the work of the calling thread's current stream."""
@@ -55,15 +57,14 @@ class Clock:
 
     def collect(self, *, wait: bool) -> None:
         """Add what the device has passed by now; with `wait` all."""
-        later = []
-        for total, name, start, end in self._pending:
+        for _ in range(len(self._pending)):
+            total, name, start, end = self._pending.popleft()
             if wait:
                 end.synchronize()
             if wait or end.query():
                 setattr(total, name, getattr(total, name) + start.elapsed_time(end) / 1e3)
             else:
-                later.append((total, name, start, end))
-        self._pending = later
+                self._pending.append((total, name, start, end))
 
 
 class TimedRuntime:
@@ -105,8 +106,11 @@ class _TimedStream:
     def __init__(self, stream: Stream, runtime: TimedRuntime) -> None:
         self._stream, self._runtime = stream, runtime
 
-    def wait_event(self, event: Any) -> None:
-        self._stream.wait_event(event)
+    def begin(self, nbytes: int, waits: Sequence[Any]) -> None:
+        self._stream.begin(nbytes, waits)
+
+    def flush(self) -> None:
+        self._stream.flush()
 
     def run(self, work: Command) -> None:
         self._stream.run(self._runtime.timed(work))
