@@ -320,6 +320,17 @@ def test_what_follows_a_big_transfer_keeps_its_place(
 
 
 @pytest.mark.parametrize("machine", ["thread"], indirect=True)
+def test_a_closed_stream_has_nothing_left_to_submit(machine: Machine) -> None:
+    """Its thread has gone: to wait for it would hang."""
+    with device_engine(machine, make_pools()) as engine:
+        engine.load(H, D)
+    flusher = threading.Thread(target=engine._streams["load"].flush, daemon=True)
+    flusher.start()
+    flusher.join(10)
+    assert not flusher.is_alive()
+
+
+@pytest.mark.parametrize("machine", ["thread"], indirect=True)
 def test_nothing_follows_a_wait_that_failed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its wait a transfer would run too early. The stream takes no more."""
     pools = make_pools()

@@ -193,8 +193,9 @@ def test_a_staged_store_leaves_rows_whose_index_on_the_device_is_bad(host_memory
 @pytest.mark.parametrize("legacy", [True, False], ids=["legacy", "side"])
 def test_order_on_the_callers_stream(legacy: bool, method: str, ring: int) -> None:
     """Behind the work that the stream holds, before what comes after; the host does not wait."""
-    host, device = pools("store", slots=2000)
-    at, _ = random_entries(1900, 2000, 2000)
+    # So few copies that a slow host has submitted them before the delay ends.
+    host, device = pools("store", slots=200)
+    at, _ = random_entries(150, 200, 200)
     transfer_kv([host], [device], at, at, slot_dim=1, method=method)
     torch.cuda.synchronize()
     stream = torch.cuda.default_stream() if legacy else torch.cuda.Stream()

@@ -372,6 +372,7 @@ class DeviceStream:
 
     def close(self) -> None:
         self._submitter.close()
+        self._in_background = False  # all has been submitted, and there is no thread any more
         self._watcher.close()
 
 
