@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from bench_transfer_kv import GIB, machine
@@ -28,6 +29,7 @@ from torch_hicache.host_mapping import HostMapping
 from torch_hicache.memory_budget import available_memory
 
 Case = Callable[[int], object]
+TORCH = "torch.empty(pin_memory=True)"
 
 
 def touched(nbytes: int) -> HostMapping:
@@ -67,7 +69,7 @@ def cases() -> dict[str, Case]:
     if not torch.cuda.is_available():
         return found
     return {
-        "torch.empty(pin_memory=True)": lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True),
+        TORCH: lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True),
         "empty_host": pinned,
         "empty_host, pieces of 1 GiB": functools.partial(pinned, max_piece_bytes=GIB),
         "empty_host, huge pages set aside": functools.partial(pinned, huge_pages="explicit"),
@@ -94,7 +96,7 @@ def measure(make: Case, nbytes: int) -> tuple[float, float, float]:
     return seconds, time.perf_counter() - begin, taken / nbytes
 
 
-def bench(name: str, make: Case, nbytes: int, repeats: int) -> dict[str, object]:
+def bench(name: str, make: Case, nbytes: int, repeats: int) -> dict[str, Any]:
     runs = [measure(make, nbytes) for _ in range(repeats)]
     seconds, release_seconds, taken = (statistics.median(column) for column in zip(*runs, strict=True))
     return {
@@ -118,7 +120,7 @@ def main() -> int:
         torch.zeros(1, device="cuda")  # starting the device is no part of any case
     else:
         print("no CUDA device: nothing is page-locked", file=sys.stderr)
-    results = []
+    results: list[dict[str, Any]] = []
     for gib in map(float, options.gib.split(",")):
         nbytes = math.ceil(gib * GIB) + 4096
         for name, make in cases().items():
@@ -127,6 +129,9 @@ def main() -> int:
             except MemoryError as error:
                 print(f"{gib:5.0f} GiB  {name:<34}  {error}", flush=True)
                 continue
+            base = [r for r in results if r["gib"] == row["gib"] and r["case"] == TORCH]
+            if base:
+                row["of_torch"] = row["seconds"] / base[0]["seconds"]
             results.append(row)
             print(
                 f"{gib:5.0f} GiB  {name:<34}  {row['seconds']:8.3f} s  "

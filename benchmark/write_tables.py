@@ -1,4 +1,4 @@
-"""Writes the tables of the README from results of the benchmarks.
+"""Writes docs/figures.md from results of the benchmarks, and the README's table of targets.
 
 python benchmark/write_tables.py benchmark/results/h200.json benchmark/results/h200_*.json
 """
@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-README = Path(__file__).parent.parent / "README.md"
+from targets import TARGETS
+
+ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- tables: written by benchmark/write_tables.py -->", "<!-- end of tables -->"
 Row = dict[str, Any]
 
@@ -148,7 +150,8 @@ def time_table(record: Row) -> list[str]:
             text = "{us:.1f} us"
         else:
             continue
-        rows.append([row["case"], text.format(**row)])
+        way = f", {row['direction']}" if row.get("direction") else ""
+        rows.append([row["case"] + way, text.format(**row)])
     if not rows:
         return []
     return [
@@ -158,20 +161,57 @@ def time_table(record: Row) -> list[str]:
     ]
 
 
+def memory_table(record: Row) -> list[str]:
+    rows = [
+        [
+            row["case"],
+            f"{row['seconds']:.2f}",
+            cell(row if "of_torch" in row else None, "{of_torch:.2f}"),
+            f"{row['release_seconds']:.2f}",
+            f"{row['taken']:.2f}",
+        ]
+        for row in record["results"]
+        if row["section"] == "host_memory"
+    ]
+    if not rows:
+        return []
+    size = record["results"][0]["gib"]
+    head = ["memory", "seconds", "of torch's", "released in", "taken x asked"]
+    return [f"{size:.0f} GiB of host memory ({origin(record)}):", "", *table(head, rows)]
+
+
+def target_table(records: list[Row]) -> list[str]:
+    """What was aimed at, beside what was measured."""
+    results = [row for record in records for row in record["results"]]
+    rows = [[t.what, t.target, t.measured(results), t.peer] for t in TARGETS]
+    places = sorted({origin(record) for record in records})
+    return [
+        f"{'; '.join(places)}. Load / store; CE is one cudaMemcpyAsync of 1 GiB pinned memory in the "
+        "same run. All figures: [docs/figures.md](docs/figures.md).",
+        "",
+        *table(["what", "target", "measured", "best peer"], rows),
+    ]
+
+
+def replace_tables(path: Path, lines: list[str]) -> None:
+    text = path.read_text()
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    path.write_text(before + BEGIN + "\n\n" + "\n".join(lines) + "\n" + END + after)
+
+
 def main() -> int:
+    records = [json.loads(Path(path).read_text()) for path in sys.argv[1:]]
     lines: list[str] = []
-    for path in sys.argv[1:]:
-        record = json.loads(Path(path).read_text())
+    for record in records:
         sections = {row["section"] for row in record["results"]}
         if "rows" in sections:
             lines += device_tables(record)
         if "cpu" in sections:
             lines += cpu_table(record)
         if "rows" not in sections:
-            lines += method_tables(record) + time_table(record)
-    text = README.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    README.write_text(before + BEGIN + "\n\n" + "\n".join(lines) + "\n" + END + after)
+            lines += method_tables(record) + time_table(record) + memory_table(record)
+    replace_tables(ROOT / "docs" / "figures.md", lines)
+    replace_tables(ROOT / "README.md", target_table(records))
     return 0
 
 

@@ -194,3 +194,23 @@ def test_explain_refuses_what_the_call_refuses_and_counts_what_moves() -> None:
         explain([one.to(torch.complex64).conj()], [two.to(torch.complex64)], at, at)
     with pytest.raises(ValueError, match="sparse and nested tensors are refused"):
         explain([one.to_sparse()], [two], at, at)
+
+
+@pytest.mark.parametrize("begins", [(0, 8), (8, 0), (0, 15), (15, 0), (0, 40, 8), (0, 16, 31)])
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_stretches_that_meet_are_seen_as_duplicates(direction: str, begins: tuple[int, ...]) -> None:
+    """Slots come in ascending stretches of 16; where two of them meet, an entry is overwritten."""
+    slots = torch.cat([torch.arange(begin, begin + 16) for begin in begins])
+    others = torch.arange(len(slots)) + 1000
+    pair = (others, slots) if direction == "load" else (slots, others)
+    found = plan(direction, *pair, method="kernel")
+    assert found.bytes == len(slots.unique()) * plan(direction, RUN, RUN, method="kernel").bytes // len(RUN)
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_stretches_that_do_not_meet_all_move(direction: str) -> None:
+    slots = torch.cat([torch.arange(begin, begin + 16) for begin in (32, 0, 100, 16)])
+    others = torch.arange(len(slots)) + 1000
+    pair = (others, slots) if direction == "load" else (slots, others)
+    found = plan(direction, *pair, method="kernel")
+    assert found.bytes == len(slots) * plan(direction, RUN, RUN, method="kernel").bytes // len(RUN)
