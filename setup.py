@@ -63,8 +63,11 @@ SOURCES = {
     "hip": [
         *SHARED_SOURCES,
         "hip/transfer_kv.cpp",
-        "hip/entries.cpp",
         "hip/copy_kernels.hip",
+        "hip/copy_launch.cpp",
+        "hip/copy_engine.cpp",
+        "hip/staged.cpp",
+        "hip/upload.cpp",
         "hip/device_state.cpp",
         "hip/host_memory.cpp",
         "hip/library.cpp",

@@ -35,6 +35,14 @@ int64_t count_launches(const TransferArgs& args, bool is_dst_host) {
 
 }  // namespace
 
+Direction direction_of(const TransferArgs& args, bool (*is_host_memory)(const void*)) {
+  // A tensor on the CPU is host memory; one of two on the device may be a view of it.
+  const bool asks = !args.dst_device.is_cpu() && !args.src_device.is_cpu() && !args.dst_extents.empty();
+  const bool is_dst_host = asks ? is_host_memory(args.dst_extents[0].begin) : args.dst_device.is_cpu();
+  const bool is_src_host = asks ? is_host_memory(args.src_extents[0].begin) : args.src_device.is_cpu();
+  return is_dst_host ? Direction::kStore : is_src_host ? Direction::kLoad : Direction::kOnDevice;
+}
+
 int64_t moved_bytes(const TransferArgs& args) {
   int64_t entries = args.num_entries;
   if (args.has_cpu_indices() && !args.is_empty()) {

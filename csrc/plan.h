@@ -13,6 +13,9 @@ namespace hicache {
 
 enum class Direction { kLoad, kStore, kOnDevice };
 
+// Of a call with an accelerator; `is_host_memory` tells whether an address that the device uses is the host's.
+Direction direction_of(const TransferArgs& args, bool (*is_host_memory)(const void* device_address));
+
 // What `hicache calibrate` measures. The defaults are an H200's (PCIe Gen5 x16, 2026-11-30): below the sizes
 // the copy engine is slower than a kernel; above them it is as fast, and the model does not feel it.
 struct MethodTable {

@@ -159,6 +159,11 @@ class HostMemoryMap {
   virtual ~HostMemoryMap() = default;
   // The device's address of [begin, end), or null where the device can't reach it.
   virtual const char* device_address(const char* begin, const char* end) const = 0;
+  // Where, strictly inside a range of host addresses, registrations meet. A copy by a DMA engine may not span
+  // two of them; a kernel does not mind.
+  virtual std::vector<const char*> seams(const char*, const char*) const {
+    return {};
+  }
 };
 
 // Checks a call completely, but for what only a device runtime can tell (reachability of host

@@ -84,6 +84,10 @@ class Kernel:
     notes: dict[str, int]
 
     @property
+    def is_copy(self) -> bool:
+        return "copy_kernel" in self.name
+
+    @property
     def vector_bytes(self) -> int:
         match = re.search(r"copy_kernelILi(\d+)E", self.name)
         assert match

@@ -1,6 +1,6 @@
 """Builds the simulated AMD GPU of test/hip_sim, and runs Python with it.
 
-libamdhip64.so.7   the runtime (memory.cpp, runtime.cpp, code_objects.cpp)
+libamdhip64.so.7   the runtime (memory.cpp, runtime.cpp, errors.cpp, code_objects.cpp)
 libbodies.so       the kernels' source, built for the host
 libinterpreter.so  executes the machine code itself (test/hip_interpreter)
 libdevice.so       the GPU as a device of this torch
@@ -68,7 +68,7 @@ def folder(sanitize: bool = False) -> Path:
 def runtime(sanitize: bool = False) -> Path:
     major = hip_objects.build_record()["hip"].partition(".")[0]
     name = f"libamdhip64.so.{major}"
-    sources = [SIMULATOR / f"{part}.cpp" for part in ("runtime", "memory", "code_objects")]
+    sources = [SIMULATOR / f"{part}.cpp" for part in ("runtime", "errors", "memory", "code_objects")]
     flags = ["-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{name}", "-ldl"]
     return _compile(folder(sanitize) / name, sources, *flags, *(SANITIZE if sanitize else []))
 

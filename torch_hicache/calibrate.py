@@ -111,9 +111,11 @@ def measure_rows(
     row_sizes: Sequence[int] = _ROW_BYTES,
     nbytes: int = _ROWS_BYTES,
     span_bytes: int | None = None,
+    seconds_of: Callable[[torch.device, Callable[[], object]], float] | None = None,
 ) -> list[RowRate]:
-    """Random rows of a host buffer of `span_bytes` (4 GiB, or what fits) to and from random rows
-    of a device buffer: no two are neighbours, so that each is a row for the copy engine too."""
+    """Random rows of a host buffer of `span_bytes` (4 GiB, or what fits) to and from random rows of a
+    device buffer: no two are neighbours, so that each is a row for the copy engine too. `seconds_of` times
+    a call; without it events do."""
     if span_bytes is None:
         span_bytes = min(_ROWS_SPAN_BYTES, available_memory() // 4)
     span_bytes = max(span_bytes, 2 * nbytes)
@@ -129,7 +131,7 @@ def measure_rows(
         for direction in DIRECTIONS:
             call = _call(direction, device_rows, host_rows, device_slots, host_slots)
             for method in methods:
-                seconds = _seconds(device, partial(call, method=method))
+                seconds = (seconds_of or _seconds)(device, partial(call, method=method))
                 rates.append(RowRate(method, direction, row_bytes, entries * row_bytes / seconds / 1e9))
     return rates
 

@@ -2,19 +2,13 @@
 
 #include <dlfcn.h>
 
-#include <algorithm>
-
-#include "../plan.h"
-#include "host_memory.h"
 #include "runtime.h"
-#include "streams.h"
+#include "../streams.h"
+// After runtime.h and copy_engine.h, whose words it uses.
+#include "../copy_queue.h"
 
 namespace hicache {
 namespace {
-
-// A strided copy moves 29 to 37 GB/s with rows of 256 B to 4 KiB, where a batch of such rows moves 3 to 5; rows
-// of 64 KiB are the batch's (H200, 2026-11-30).
-constexpr int64_t kMaxStridedWidth = int64_t{32} << 10;
 
 // cuMemcpyBatchAsync as CUDA 12.8 introduced it. It is asked from the driver by that version, so its signature
 // is known whatever toolkit built this file; drivers without it answer with nothing.
@@ -53,98 +47,30 @@ bool is_legacy(cudaStream_t stream) {
 
 }  // namespace
 
-CopyQueue::CopyQueue(cudaStream_t stream, std::vector<const char*> seams)
-    : stream_(stream), seams_(std::move(seams)) {}
-
-// The first seam strictly inside a range, or null.
-const char* CopyQueue::next_seam(const char* begin, const char* end) const {
-  const auto seam = std::upper_bound(seams_.begin(), seams_.end(), begin);
-  return seam != seams_.end() && *seam < end ? *seam : nullptr;
-}
-
-void CopyQueue::add_row(char* dst, const char* src, int64_t bytes) {
-  while (bytes > 0) {
-    int64_t piece = bytes;
-    if (!seams_.empty()) {
-      if (const char* seam = next_seam(dst, dst + piece))
-        piece = seam - dst;
-      if (const char* seam = next_seam(src, src + piece))
-        piece = seam - src;
-    }
-    dst_.push_back(dst);
-    src_.push_back(src);
-    sizes_.push_back(static_cast<size_t>(piece));
-    if (dst_.size() == kMaxBatchCopies)
-      flush();
-    dst += piece;
-    src += piece;
-    bytes -= piece;
-  }
-}
-
-void CopyQueue::add(const CopyBlock& block) {
-  const int64_t dst_span = (block.height - 1) * block.dst_pitch + block.width;
-  const int64_t src_span = (block.height - 1) * block.src_pitch + block.width;
-  const bool has_seam = !seams_.empty() && (next_seam(block.dst, block.dst + dst_span) != nullptr ||
-                                            next_seam(block.src, block.src + src_span) != nullptr);
-  if (block.height > 1 && block.width <= kMaxStridedWidth && !has_seam) {
-    check_cuda(cudaMemcpy2DAsync(block.dst, block.dst_pitch, block.src, block.src_pitch, block.width,
-                                 block.height, cudaMemcpyDefault, stream_),
-               "cudaMemcpy2DAsync");
-    return;
-  }
-  for (int64_t row = 0; row < block.height; ++row)
-    add_row(block.dst + row * block.dst_pitch, block.src + row * block.src_pitch, block.width);
-}
-
-void CopyQueue::flush() {
+void submit_copies(std::vector<void*>& dst, std::vector<const void*>& src, std::vector<size_t>& sizes,
+                   cudaStream_t stream) {
   size_t done = 0;
-  if (dst_.size() > 1 && memcpy_batch() != nullptr) {
+  if (dst.size() > 1 && memcpy_batch() != nullptr) {
     BatchAttributes attributes{kStreamAccessOrder, 0, 0, 0, 0, 0};
     size_t first = 0, failed = 0;
-    const int status = memcpy_batch()(reinterpret_cast<uintptr_t*>(dst_.data()),
-                                      reinterpret_cast<uintptr_t*>(const_cast<void**>(src_.data())),
-                                      sizes_.data(), dst_.size(), &attributes, &first, 1, &failed, stream_);
+    const int status = memcpy_batch()(reinterpret_cast<uintptr_t*>(dst.data()),
+                                      reinterpret_cast<uintptr_t*>(const_cast<void**>(src.data())),
+                                      sizes.data(), dst.size(), &attributes, &first, 1, &failed, stream);
     if (status == 0)
-      done = dst_.size();
+      done = dst.size();
     else
       (void)cudaGetLastError();  // not for this driver or memory: one by one, and again what it may have taken
   }
-  for (size_t i = done; i < dst_.size(); ++i)
-    check_cuda(cudaMemcpyAsync(dst_[i], src_[i], sizes_[i], cudaMemcpyDefault, stream_), "cudaMemcpyAsync");
-  dst_.clear();
-  src_.clear();
-  sizes_.clear();
+  for (size_t i = done; i < dst.size(); ++i)
+    copy_async(dst[i], src[i], sizes[i], stream);
 }
 
-std::vector<const char*> seams_of(const TransferArgs& args) {
-  std::vector<const char*> seams;
-  const CudaHostMemoryMap map;
-  const auto add = [&](const std::vector<Extent>& extents) {
-    for (const Extent& extent : extents)
-      for (const char* seam : registration_seams(extent.begin, extent.end))
-        seams.push_back(map.device_address(seam, seam + 1));
-  };
-  add(args.dst_extents);
-  add(args.src_extents);
-  std::sort(seams.begin(), seams.end());
-  seams.erase(std::unique(seams.begin(), seams.end()), seams.end());
-  return seams;
-}
-
-void transfer_by_copy_engine(const TransferArgs& args, bool is_store, cudaStream_t stream) {
-  const std::vector<SlotRun> runs = slot_runs(args);
-  const auto copy = [&](cudaStream_t on) {
-    CopyQueue queue(on, seams_of(args));
-    for (const PlaneGroup& group : args.groups)
-      for_each_block(box_of(group, args.num_entries, is_store), runs,
-                     [&](const CopyBlock& block) { queue.add(block); });
-    queue.flush();
-  };
+void transfer_by_copy_engine(const TransferArgs& args, bool is_store, const HostMemoryMap& map,
+                             cudaStream_t stream) {
   if (!is_legacy(stream))
-    return copy(stream);
+    return queue_copies(args, is_store, map, stream);
   Fork fork(stream, copy_stream(args.device.index, is_store));
-  copy(fork.stream());
+  queue_copies(args, is_store, map, fork.stream());
   fork.join();
 }
 

@@ -31,21 +31,6 @@ void start(Kernel* kernel, unsigned blocks, const CopyParams& params, bool follo
 
 }  // namespace
 
-CopyParams copy_params(const Entries& entries, int64_t dst_slots, int64_t src_slots, const ErrorSink& errors) {
-  CopyParams params;
-  params.dst_indices = entries.dst;
-  params.src_indices = entries.src;
-  params.count = entries.count;
-  params.num_entries = entries.num_entries;
-  params.dst_slots = dst_slots;
-  params.src_slots = src_slots;
-  params.errors = errors;
-  params.num_inline_entries = static_cast<int32_t>(entries.inline_dst.size());
-  std::copy(entries.inline_dst.begin(), entries.inline_dst.end(), params.inline_indices[0]);
-  std::copy(entries.inline_src.begin(), entries.inline_src.end(), params.inline_indices[1]);
-  return params;
-}
-
 void launch_copy(CopyParams& params, const Box& box, int vector_bytes, int64_t max_blocks, bool follows,
                  cudaStream_t stream) {
   fill_box(params, box, vector_bytes);

@@ -4,15 +4,11 @@
 #include <cuda_runtime.h>
 
 #include "../copy_launches.h"
-#include "entries.h"
 
 namespace hicache {
 
 // Blocks for copies within device memory.
 constexpr int kOnDeviceBlocks = 64;
-
-// Parameters of all launches of a call, but for the box.
-CopyParams copy_params(const Entries& entries, int64_t dst_slots, int64_t src_slots, const ErrorSink& errors);
 
 // `box` is one that for_each_launch gives. `follows` another launch of the same call: it may start while that
 // one's last tiles are under way.

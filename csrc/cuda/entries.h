@@ -4,22 +4,9 @@
 
 #include <cuda_runtime.h>
 
-#include <optional>
-#include <vector>
-
-#include "../copy_params.h"
-#include "../transfer_kv.h"
+#include "../entries.h"
 
 namespace hicache {
-
-struct Entries {
-  DeviceIndices dst{};
-  DeviceIndices src{};
-  DeviceIndices count{};
-  int64_t num_entries = 0;
-  std::vector<int32_t> inline_dst, inline_src;  // few entries travel in the kernel's parameters
-  std::vector<Tensor> scratch;  // what the pointers above point into; torch frees it in stream order
-};
 
 // out[e] = host_slots[e] where entry first_entry + e of `device_slots` is padding or out of range, else -1.
 void select_skipped(const DeviceIndices& device_slots, int64_t first_entry, int64_t num_device_slots,

@@ -81,7 +81,7 @@ const char* CudaHostMemoryMap::device_address(const char* begin, const char* end
   return first != nullptr && last == first + (end - 1 - begin) ? first : nullptr;
 }
 
-std::vector<const char*> registration_seams(const char* begin, const char* end) {
+std::vector<const char*> CudaHostMemoryMap::seams(const char* begin, const char* end) const {
   return registrations().seams(begin, end);
 }
 

@@ -12,11 +12,8 @@ namespace hicache {
 class CudaHostMemoryMap : public HostMemoryMap {
  public:
   const char* device_address(const char* begin, const char* end) const override;
+  std::vector<const char*> seams(const char* begin, const char* end) const override;
 };
-
-// Where, strictly inside a range of host addresses, registrations of ours meet. A copy by the DMA engine
-// may not span two of them; a kernel does not mind.
-std::vector<const char*> registration_seams(const char* begin, const char* end);
 
 // True when an address that the device uses lies in host memory (a device view).
 bool is_host_memory(const void* device_address);

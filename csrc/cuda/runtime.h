@@ -1,5 +1,5 @@
-// The CUDA runtime in the few words that the shared code and this folder use: checked calls, the
-// current stream, streaming vectors. Nothing here knows of pools or indices.
+// The CUDA runtime in the few words that the shared code and this folder use: checked calls, streams, events,
+// copies, streaming vectors. Nothing here knows of pools or indices.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -49,6 +49,63 @@ class RelaxedCapture {
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
+
+using GpuStream = cudaStream_t;
+using GpuEvent = cudaEvent_t;
+
+// An event without a time.
+inline GpuEvent new_event() {
+  GpuEvent event = nullptr;
+  check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  return event;
+}
+inline void destroy_event(GpuEvent event) {
+  (void)cudaEventDestroy(event);
+}
+inline void record_event(GpuEvent event, GpuStream stream) {
+  check_cuda(cudaEventRecord(event, stream), "cudaEventRecord");
+}
+inline void make_stream_wait(GpuStream stream, GpuEvent event) {
+  check_cuda(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent");
+}
+inline void synchronize(GpuStream stream) {
+  check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
+// Beside all others, with the highest priority that the device has.
+inline GpuStream new_copy_stream() {
+  int lowest = 0, highest = 0;
+  check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
+  GpuStream stream = nullptr;
+  check_cuda(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest),
+             "cudaStreamCreateWithPriority");
+  return stream;
+}
+
+// Between any two kinds of memory that the runtime knows, and from pageable memory, for which the host waits.
+inline void copy_async(void* dst, const void* src, size_t nbytes, GpuStream stream) {
+  check_cuda(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+}
+inline void copy_strided_async(void* dst, size_t dst_pitch, const void* src, size_t src_pitch, size_t width,
+                               size_t height, GpuStream stream) {
+  check_cuda(cudaMemcpy2DAsync(dst, dst_pitch, src, src_pitch, width, height, cudaMemcpyDefault, stream),
+             "cudaMemcpy2DAsync");
+}
+
+// Page-locked memory that host and device see at once, and the device's address of it. Never freed.
+inline void* allocate_mapped_host(size_t nbytes, void** device_address, const char* what) {
+  void* memory = nullptr;
+  check_cuda(cudaHostAlloc(&memory, nbytes, cudaHostAllocMapped | cudaHostAllocPortable), what);
+  check_cuda(cudaHostGetDevicePointer(device_address, memory, 0), "cudaHostGetDevicePointer");
+  return memory;
+}
+// Device memory full of zeros when the stream gets there. Never freed.
+inline void* allocate_zeroed(size_t nbytes, GpuStream stream, const char* what) {
+  void* memory = nullptr;
+  check_cuda(cudaMalloc(&memory, nbytes), what);
+  check_cuda(cudaMemsetAsync(memory, 0, nbytes, stream), "cudaMemsetAsync");
+  return memory;
+}
 
 #ifdef __CUDACC__
 template <int kBytes>

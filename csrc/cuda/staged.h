@@ -10,6 +10,6 @@
 namespace hicache {
 
 void transfer_staged(const TransferArgs& args, bool is_store, const ErrorSink& errors, const MethodTable& table,
-                     cudaStream_t stream);
+                     const HostMemoryMap& map, cudaStream_t stream);
 
 }  // namespace hicache

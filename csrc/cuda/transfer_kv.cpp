@@ -5,11 +5,12 @@
 #include <limits>
 
 #include "../copy_launches.h"
+#include "../device_state.h"
+#include "../entries.h"
 #include "../plan.h"
 #include "../transfer_kv.h"
 #include "copy_engine.h"
 #include "copy_kernel.h"
-#include "device_state.h"
 #include "entries.h"
 #include "host_memory.h"
 #include "runtime.h"
@@ -35,14 +36,6 @@ constexpr int64_t kSortMaxRowBytes = 4096;
 constexpr int64_t kSortMaxRunLength = 16;
 
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
-
-Direction direction_of(const TransferArgs& args) {
-  // A tensor on the CPU is host memory; one of two on the device may be a view of it.
-  const bool asks = !args.dst_device.is_cpu() && !args.src_device.is_cpu() && !args.dst_extents.empty();
-  const bool is_dst_host = asks ? is_host_memory(args.dst_extents[0].begin) : args.dst_device.is_cpu();
-  const bool is_src_host = asks ? is_host_memory(args.src_extents[0].begin) : args.src_device.is_cpu();
-  return is_dst_host ? Direction::kStore : is_src_host ? Direction::kLoad : Direction::kOnDevice;
-}
 
 int64_t block_limit(const TransferArgs& args, Direction direction, bool is_sorted) {
   if (args.max_blocks == 0)
@@ -120,18 +113,18 @@ void transfer_kv_cuda(const std::vector<Tensor>& dst, const std::vector<Tensor>&
   const cudaStream_t stream = current_stream(device_index);
   const bool capturing = is_capturing(stream);
   if (!capturing)
-    throw_recorded_error(device_index, /*is_later_call=*/true);
+    throw_recorded_error(args.device, /*is_later_call=*/true);
   const MethodTable table = method_table(device_index);
-  const Direction direction = direction_of(args);
+  const Direction direction = direction_of(args, &is_host_memory);
   const Plan plan = choose_method(args, direction, capturing, table, /*explains=*/false);
   if (args.is_empty())
     return;
   const bool is_store = direction == Direction::kStore;
   if (plan.method == Method::kCopyEngine)
-    return transfer_by_copy_engine(args, is_store, stream);
+    return transfer_by_copy_engine(args, is_store, map, stream);
   const ErrorSink errors = next_error_sink(device_index);
   if (plan.method == Method::kStaged)
-    return transfer_staged(args, is_store, errors, table, stream);
+    return transfer_staged(args, is_store, errors, table, map, stream);
   transfer_by_kernel(args, direction, errors, table, stream);
 }
 
@@ -143,8 +136,8 @@ std::string explain_cuda(const std::vector<Tensor>& dst, const std::vector<Tenso
       plan_transfer(dst, src, dst_indices, src_indices, slot_dim, count, method, max_blocks, &map);
   const torch::stable::accelerator::DeviceGuard guard(args.device.index);
   const bool capturing = is_capturing(current_stream(args.device.index));
-  return plan_text(
-      choose_method(args, direction_of(args), capturing, method_table(args.device.index), /*explains=*/true));
+  return plan_text(choose_method(args, direction_of(args, &is_host_memory), capturing,
+                                 method_table(args.device.index), /*explains=*/true));
 }
 
 }  // namespace

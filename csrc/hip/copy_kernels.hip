@@ -16,6 +16,16 @@ __global__ __attribute__((amdgpu_flat_work_group_size(kCopyThreads, kCopyThreads
   copy_rows<kVectorBytes, Slot>(params);
 }
 
+__global__ __attribute__((amdgpu_flat_work_group_size(kSelectThreads, kSelectThreads))) void select_kernel(
+    const SelectParams params) {
+  const uint32_t step = grid_blocks() * kSelectThreads;
+  for (uint32_t i = block_index() * kSelectThreads + thread_index(); i < params.size; i += step) {
+    const int64_t slot = read_index(params.device_slots, params.first_entry + i);
+    as_global(params.out)[i] =
+        slot < 0 || slot >= params.num_device_slots ? as_global(params.host_slots)[i] : -1;
+  }
+}
+
 namespace {
 
 hipError_t start(void (*kernel)(CopyParams), unsigned blocks, const CopyParams& params, hipStream_t stream) {
@@ -26,7 +36,7 @@ hipError_t start(void (*kernel)(CopyParams), unsigned blocks, const CopyParams& 
 
 }  // namespace
 
-hipError_t launch_copy(const CopyParams& params, int vector_bytes, unsigned blocks, hipStream_t stream) {
+hipError_t start_copy(const CopyParams& params, int vector_bytes, unsigned blocks, hipStream_t stream) {
   const bool is_narrow = std::max(params.dst_slots, params.src_slots) <= std::numeric_limits<int32_t>::max();
   const auto choose = [&](auto narrow, auto wide) {
     return start(is_narrow ? narrow : wide, blocks, params, stream);
@@ -45,7 +55,13 @@ hipError_t launch_copy(const CopyParams& params, int vector_bytes, unsigned bloc
   }
 }
 
-hipError_t error_lock_address(ErrorLock** lock) {
+hipError_t start_select(const SelectParams& params, unsigned blocks, hipStream_t stream) {
+  void* arguments[] = {const_cast<SelectParams*>(&params)};
+  return hipLaunchKernel(reinterpret_cast<const void*>(&select_kernel), dim3(blocks), dim3(kSelectThreads),
+                         arguments, 0, stream);
+}
+
+hipError_t find_error_lock(ErrorLock** lock) {
   return hipGetSymbolAddress(reinterpret_cast<void**>(lock), error_lock);
 }
 

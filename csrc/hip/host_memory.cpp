@@ -91,6 +91,10 @@ const char* HipHostMemoryMap::device_address(const char* begin, const char* end)
   return first != nullptr && last == first + (end - 1 - begin) ? first : nullptr;
 }
 
+std::vector<const char*> HipHostMemoryMap::seams(const char* begin, const char* end) const {
+  return registrations().seams(begin, end);
+}
+
 bool is_host_memory(const void* device_address) {
   if (registrations().holds_device_address(static_cast<const char*>(device_address)))
     return true;

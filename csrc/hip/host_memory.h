@@ -1,6 +1,8 @@
 // Which host memory the device reaches, and at which address.
 #pragma once
 
+#include <vector>
+
 #include "../transfer_kv.h"
 
 namespace hicache {
@@ -10,6 +12,7 @@ namespace hicache {
 class HipHostMemoryMap : public HostMemoryMap {
  public:
   const char* device_address(const char* begin, const char* end) const override;
+  std::vector<const char*> seams(const char* begin, const char* end) const override;
 };
 
 // True when an address that the device uses lies in host memory (a device view).

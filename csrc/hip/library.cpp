@@ -6,7 +6,7 @@
 #include <exception>
 #include <string>
 
-#include "device_state.h"
+#include "../device_state.h"
 #include "host_memory.h"
 #include "runtime.h"
 #include "transfer_kv.h"
@@ -48,7 +48,13 @@ extern "C" __attribute__((visibility("default"))) const char* hicache_register_h
     // Never destroyed: that would undo the registration.
     auto* library = new StableLibrary(StableLibrary::Kind::IMPL, "hicache", dispatch_key, __FILE__, __LINE__);
     library->impl("transfer_kv", TORCH_BOX(&hicache::transfer_kv_hip));
-    library->impl("check_errors", TORCH_BOX(&hicache::check_errors_hip));
+    library->impl("explain", TORCH_BOX(&hicache::explain_hip));
+    library->impl("set_method_table", TORCH_BOX(&hicache::set_method_table));
+    library->impl("check_errors", TORCH_BOX(&hicache::check_errors));
+    library->impl("new_error_record", TORCH_BOX(&hicache::new_error_record));
+    library->impl("free_error_record", TORCH_BOX(&hicache::free_error_record));
+    library->impl("use_error_record", TORCH_BOX(&hicache::use_error_record));
+    library->impl("check_error_record", TORCH_BOX(&hicache::check_error_record));
     library->impl("register_host_memory", TORCH_BOX(&hicache::register_host_memory));
     library->impl("unregister_host_memory", TORCH_BOX(&hicache::unregister_host_memory));
     library->impl("host_device_address", TORCH_BOX(&hicache::host_device_address));

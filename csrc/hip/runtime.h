@@ -1,6 +1,6 @@
-// HIP in the few words that the shared code and this folder use: checked calls, the current stream, and the
-// device's words (streaming vectors, thread numbers, fences). Nothing here knows of pools or indices, or of
-// torch's headers: copy_kernels.hip is compiled without them.
+// HIP in the few words that the shared code and this folder use: checked calls, streams, events,
+// copies, and the device's words (streaming vectors, thread numbers, fences). Nothing here knows of pools or
+// indices, or of torch's headers: copy_kernels.hip is compiled without them.
 //
 // The device's words are the compiler's own builtins, so that the kernels need neither ROCm's headers for the
 // device nor its device libraries.
@@ -49,6 +49,67 @@ class RelaxedCapture {
  private:
   hipStreamCaptureMode mode_ = hipStreamCaptureModeRelaxed;
 };
+
+using GpuStream = hipStream_t;
+using GpuEvent = hipEvent_t;
+
+// An event without a time.
+inline GpuEvent new_event() {
+  GpuEvent event = nullptr;
+  check_hip(hipEventCreateWithFlags(&event, hipEventDisableTiming), "hipEventCreateWithFlags");
+  return event;
+}
+inline void destroy_event(GpuEvent event) {
+  (void)hipEventDestroy(event);
+}
+inline void record_event(GpuEvent event, GpuStream stream) {
+  check_hip(hipEventRecord(event, stream), "hipEventRecord");
+}
+inline void make_stream_wait(GpuStream stream, GpuEvent event) {
+  check_hip(hipStreamWaitEvent(stream, event, 0), "hipStreamWaitEvent");
+}
+inline void synchronize(GpuStream stream) {
+  check_hip(hipStreamSynchronize(stream), "hipStreamSynchronize");
+}
+
+// Beside all others, with the highest priority that the device has.
+inline GpuStream new_copy_stream() {
+  int lowest = 0, highest = 0;
+  check_hip(hipDeviceGetStreamPriorityRange(&lowest, &highest), "hipDeviceGetStreamPriorityRange");
+  GpuStream stream = nullptr;
+  check_hip(hipStreamCreateWithPriority(&stream, hipStreamNonBlocking, highest), "hipStreamCreateWithPriority");
+  return stream;
+}
+
+// Between any two kinds of memory that the runtime knows, and from pageable memory, for which the host waits.
+inline void copy_async(void* dst, const void* src, size_t nbytes, GpuStream stream) {
+  check_hip(hipMemcpyAsync(dst, src, nbytes, hipMemcpyDefault, stream), "hipMemcpyAsync");
+}
+inline void copy_strided_async(void* dst, size_t dst_pitch, const void* src, size_t src_pitch, size_t width,
+                               size_t height, GpuStream stream) {
+  check_hip(hipMemcpy2DAsync(dst, dst_pitch, src, src_pitch, width, height, hipMemcpyDefault, stream),
+            "hipMemcpy2DAsync");
+}
+
+// Page-locked memory and the device's address of it. Coherent: the host sees what a kernel writes while the
+// kernel still runs. Never freed.
+inline void* allocate_mapped_host(size_t nbytes, void** device_address, const char* what) {
+  void* memory = nullptr;
+  check_hip(hipHostMalloc(&memory, nbytes, hipHostMallocMapped | hipHostMallocPortable | hipHostMallocCoherent),
+            what);
+  const hipError_t mapped = hipHostGetDevicePointer(device_address, memory, 0);
+  if (mapped != hipSuccess)
+    (void)hipHostFree(memory);
+  check_hip(mapped, "hipHostGetDevicePointer");
+  return memory;
+}
+// Device memory full of zeros when the stream gets there. Never freed.
+inline void* allocate_zeroed(size_t nbytes, GpuStream stream, const char* what) {
+  void* memory = nullptr;
+  check_hip(hipMalloc(&memory, nbytes), what);
+  check_hip(hipMemsetAsync(memory, 0, nbytes, stream), "hipMemsetAsync");
+  return memory;
+}
 
 #if defined(__HIPCC__)
 // --- Device --------------------------------------------------------------------------------------

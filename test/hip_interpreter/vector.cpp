@@ -117,6 +117,7 @@ const std::map<std::string, Handler> kHandlers = {
     {"v_ashrrev_i32", OP(binary32(w, i, [](u32 a, u32 b) { return u32(int32_t(b) >> (a & 31)); }))},
     {"v_add3_u32", OP(ternary32(w, i, [](u32 a, u32 b, u32 c) { return a + b + c; }))},
     {"v_lshl_add_u32", OP(ternary32(w, i, [](u32 a, u32 b, u32 c) { return (a << (b & 31)) + c; }))},
+    {"v_lshl_or_b32", OP(ternary32(w, i, [](u32 a, u32 b, u32 c) { return (a << (b & 31)) | c; }))},
     {"v_lshlrev_b64",
      LANES(w.write64(i, i.operands[0],
                      w.read64(i, i.operands[2], lane) << (w.read32(i, i.operands[1], lane) & 63), lane))},

@@ -16,10 +16,13 @@ import torch
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
-SOURCES = ["transfer_kv.cpp", "slot_runs.cpp"]
+SOURCES = ["transfer_kv.cpp", "slot_runs.cpp", "plan.cpp"]
 HIP_SOURCES = [
     "transfer_kv.cpp",
-    "entries.cpp",
+    "copy_launch.cpp",
+    "copy_engine.cpp",
+    "staged.cpp",
+    "upload.cpp",
     "device_state.cpp",
     "host_memory.cpp",
     "library.cpp",

@@ -1,7 +1,9 @@
 // A libamdhip64 without a GPU, for tests of the host code: the functions that _hip.so and a torch device need.
 //
-// Streams run only when somebody waits for them, so a missing wait shows. Kernels go to an executor: host-built
-// bodies of the same source, or the interpreter of the compiled code. Settings come from the environment:
+// Streams run only when somebody waits for them, so a missing wait shows; those that HIP_SIM_EAGER is about run
+// as far as their own waits let them, so a wait that is missing there shows. Kernels go to an executor:
+// host-built bodies of the same source, or the interpreter of the compiled code. Settings come from the
+// environment:
 //
 //   HIP_SIM_DEVICES    number of GPUs (1)
 //   HIP_SIM_ARCH       what they are (gfx942): code for another one does not load
@@ -31,23 +33,29 @@ using hip_sim::Block;
 using hip_sim::CodeObject;
 using hip_sim::Kind;
 
-struct ihipStream_t {
-  std::deque<std::function<void()>> work;
-  bool runs = false;
+struct Work {
+  std::function<void()> run;
+  const ihipEvent_t* event = nullptr;  // of a wait, with the record that it is for
+  uint64_t record = 0;
 };
 
+struct ihipStream_t {
+  std::deque<Work> work;
+  bool has_priority = false;
+  int depth = 0;  // of its work that is under way
+};
+
+// `recorded` and `happened` count records; a wait is for the newest record at the time of the call.
 struct ihipEvent_t {
   ihipStream_t* stream = nullptr;
-  bool happened = true;
-  uint64_t generation = 0;
+  uint64_t recorded = 0;
+  uint64_t happened = 0;
+  int queries = 0;  // of the newest record
 };
 
 namespace {
 
-struct Failure {
-  hipError_t error;
-  int after;  // calls that still succeed
-};
+using Failure = std::pair<hipError_t, int>;  // the error, and how many calls still succeed
 
 struct Kernel {
   std::string name;
@@ -63,6 +71,9 @@ struct Simulator {
   std::map<const void*, std::pair<Kernel, size_t>> variables;
   std::map<const void*, void*> variable_addresses;
   std::map<std::string, Failure> failures;
+  long waits = 0;
+  long lost_wait = 0;
+  bool is_eager = false;
   hip_sim::Execute execute = nullptr;
   long launches = 0;
 };
@@ -90,9 +101,9 @@ hipError_t result(hipError_t error) {
 // The error that a test wants this call to give.
 hipError_t wanted_failure(const char* function) {
   auto found = simulator().failures.find(function);
-  if (found == simulator().failures.end() || found->second.after-- > 0)
+  if (found == simulator().failures.end() || found->second.second-- > 0)
     return hipSuccess;
-  const hipError_t error = found->second.error;
+  const hipError_t error = found->second.first;
   simulator().failures.erase(found);
   return result(error);
 }
@@ -102,21 +113,52 @@ hipError_t wanted_failure(const char* function) {
   if (const hipError_t wanted = wanted_failure(#function))             \
   return wanted
 
-void run(ihipStream_t* stream) {
-  if (stream->runs)
-    return;  // waits for itself
-  stream->runs = true;
-  while (!stream->work.empty()) {
+// The GPU works. Locks again also when an executor throws.
+struct Working {
+  Working() {
+    simulator().memory.unlock();
+  }
+  ~Working() {
+    simulator().memory.lock();
+  }
+};
+
+void run_eager();
+
+template <typename IsEnough>
+void run(ihipStream_t* stream, const IsEnough& is_enough) {
+  if (stream->work.empty())
+    return;
+  const Working working;
+  while (!stream->work.empty() && !is_enough()) {
     const auto work = std::move(stream->work.front());
     stream->work.pop_front();
-    try {
-      work();
-    } catch (...) {  // out of an executor: for the test to see
-      stream->runs = false;
-      throw;
-    }
+    ++stream->depth;
+    work.run();  // may run other streams, up to an event that was recorded before this work was queued
+    --stream->depth;
+    run_eager();
   }
-  stream->runs = false;
+}
+
+// The streams that run at once, as far as their waits let them.
+void run_eager() {
+  if (!simulator().is_eager)
+    return;
+  for (ihipStream_t* stream : simulator().streams)
+    if (stream->has_priority && stream->depth == 0)
+      run(stream, [stream] {
+        const Work& next = stream->work.front();
+        return next.event != nullptr && next.event->happened < next.record;
+      });
+}
+
+void run(ihipStream_t* stream) {
+  run(stream, [] { return false; });
+}
+
+// Up to a record of the event, and no further: what lies behind it is not waited for.
+void run_until(ihipEvent_t* event, uint64_t record) {
+  run(event->stream, [=] { return event->happened >= record; });
 }
 
 void run_all() {
@@ -129,6 +171,11 @@ ihipStream_t* resolve(hipStream_t stream) {
   return stream == nullptr ? &simulator().null_stream : stream;
 }
 
+void enqueue(hipStream_t on, Work work) {
+  resolve(on)->work.push_back(std::move(work));
+  run_eager();
+}
+
 // An address that the GPU may use while it works: of the device, or the alias of mapped host memory.
 char* reachable(const void* address) {
   if (const Block* block = simulator().memory.find_host(address))
@@ -136,18 +183,7 @@ char* reachable(const void* address) {
   return static_cast<char*>(const_cast<void*>(address));
 }
 
-// The GPU works. Locks again also when an executor throws.
-struct Working {
-  Working() {
-    simulator().memory.unlock();
-  }
-  ~Working() {
-    simulator().memory.lock();
-  }
-};
-
 void copy_now(void* dst, const void* src, size_t nbytes) {
-  const Working working;
   std::memmove(reachable(dst), reachable(src), nbytes);
 }
 
@@ -191,14 +227,31 @@ size_t hip_sim_waiting() {
     waiting += stream->work.size();
   return waiting;
 }
+// Whether streams with a priority, which are those of _hip.so, run as early as they may.
+void hip_sim_set_eager(int eager) {
+  simulator().is_eager = eager != 0;
+}
+// From now on the call number `number` of hipStreamWaitEvent does nothing. Returns the calls before.
+long hip_sim_lose_wait(long number) {
+  simulator().lost_wait = number;
+  return std::exchange(simulator().waits, 0);
+}
 void hip_sim_set_capturing(int capturing) {
   is_capturing = capturing != 0;
 }
+// The device of torch lets the CPU work on the GPU's bytes: between the two no other thread may.
 void hip_sim_unlock() {
+  simulator().mutex.lock();
   simulator().memory.unlock();
 }
 void hip_sim_lock() {
   simulator().memory.lock();
+  simulator().mutex.unlock();
+}
+// As hipEventQuery, but a look only.
+int hip_sim_has_happened(hipEvent_t event) {
+  const std::lock_guard<std::recursive_mutex> lock(simulator().mutex);
+  return event->happened >= event->recorded;
 }
 int hip_sim_is_device_range(const void* address, size_t nbytes) {
   return simulator().memory.is_device_range(address, nbytes);
@@ -251,10 +304,7 @@ hipError_t hipLaunchKernel(const void* function, dim3 blocks, dim3 threads, void
   launch->parameters.assign(parameters, parameters + code->parameter_bytes(name));
   launch->is_device_range = hip_sim_is_device_range;
   ++simulator().launches;
-  resolve(stream)->work.emplace_back([launch] {
-    const Working working;
-    simulator().execute(*launch);
-  });
+  enqueue(stream, {[launch] { simulator().execute(*launch); }});
   return hipSuccess;
 }
 
@@ -301,28 +351,6 @@ hipError_t hipDeviceGetAttribute(int* value, hipDeviceAttribute_t attribute, int
 hipError_t hipGetLastError() {
   return std::exchange(last_error, hipSuccess);
 }
-const char* hipGetErrorName(hipError_t error) {
-  switch (error) {
-    case hipSuccess:
-      return "hipSuccess";
-    case hipErrorInvalidValue:
-      return "hipErrorInvalidValue";
-    case hipErrorOutOfMemory:
-      return "hipErrorOutOfMemory";
-    case hipErrorNoBinaryForGpu:
-      return "hipErrorNoBinaryForGpu";
-    case hipErrorLaunchFailure:
-      return "hipErrorLaunchFailure";
-    case hipErrorNoDevice:
-      return "hipErrorNoDevice";
-    default:
-      return "hipErrorUnknown";
-  }
-}
-const char* hipGetErrorString(hipError_t error) {
-  return error == hipErrorNoBinaryForGpu ? "no kernel image is available for execution on the device"
-                                         : "simulated";
-}
 
 // --- Memory --------------------------------------------------------------------------------------
 
@@ -341,10 +369,10 @@ hipError_t hipFree(void* address) {
 }
 hipError_t hipFreeAsync(void* address, hipStream_t stream) {
   HIP_SIM_ENTER(hipFreeAsync);
-  resolve(stream)->work.emplace_back([address] {
-    if (Block* block = simulator().memory.find_device(address))
-      simulator().memory.release(block);
-  });
+  enqueue(stream, {[address] {
+            if (Block* block = simulator().memory.find_device(address))
+              simulator().memory.release(block);
+          }});
   return hipSuccess;
 }
 hipError_t hipHostMalloc(void** address, size_t nbytes, unsigned) {
@@ -402,15 +430,33 @@ hipError_t hipPointerGetAttributes(hipPointerAttribute_t* attributes, const void
   attributes->type = block->kind == Kind::kDevice ? hipMemoryTypeDevice : hipMemoryTypeHost;
   return hipSuccess;
 }
+bool is_pageable(const void* address) {
+  return simulator().memory.find_host(address) == nullptr && simulator().memory.find_device(address) == nullptr;
+}
 hipError_t hipMemcpyAsync(void* dst, const void* src, size_t nbytes, hipMemcpyKind, hipStream_t stream) {
   HIP_SIM_ENTER(hipMemcpyAsync);
-  resolve(stream)->work.emplace_back([=] { copy_now(dst, src, nbytes); });
-  const auto is_pageable = [](const void* address) {
-    return simulator().memory.find_host(address) == nullptr &&
-           simulator().memory.find_device(address) == nullptr;
-  };
+  enqueue(stream, {[=] { copy_now(dst, src, nbytes); }});
   if (is_pageable(dst) || is_pageable(src))
     run(resolve(stream));
+  return hipSuccess;
+}
+hipError_t hipMemcpy2DAsync(void* dst, size_t dst_pitch, const void* src, size_t src_pitch, size_t width,
+                            size_t height, hipMemcpyKind, hipStream_t stream) {
+  HIP_SIM_ENTER(hipMemcpy2DAsync);
+  if (width > dst_pitch || width > src_pitch)
+    return result(hipErrorInvalidPitchValue);
+  enqueue(stream, {[=] {
+            for (size_t row = 0; row < height; ++row)
+              copy_now(static_cast<char*>(dst) + row * dst_pitch,
+                       static_cast<const char*>(src) + row * src_pitch, width);
+          }});
+  if (is_pageable(dst) || is_pageable(src))
+    run(resolve(stream));
+  return hipSuccess;
+}
+hipError_t hipMemsetAsync(void* address, int value, size_t nbytes, hipStream_t stream) {
+  HIP_SIM_ENTER(hipMemsetAsync);
+  enqueue(stream, {[=] { std::memset(reachable(address), value, nbytes); }});
   return hipSuccess;
 }
 
@@ -421,6 +467,21 @@ hipError_t hipStreamCreateWithFlags(hipStream_t* stream, unsigned) {
   *stream = new ihipStream_t;
   simulator().streams.insert(*stream);
   return hipSuccess;
+}
+hipError_t hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  HIP_SIM_ENTER(hipDeviceGetStreamPriorityRange);
+  *least = 1;
+  *greatest = -1;
+  return hipSuccess;
+}
+hipError_t hipStreamCreateWithPriority(hipStream_t* stream, unsigned flags, int priority) {
+  HIP_SIM_ENTER(hipStreamCreateWithPriority);
+  if (priority < -1 || priority > 1)
+    return result(hipErrorInvalidValue);
+  const hipError_t created = hipStreamCreateWithFlags(stream, flags);
+  if (created == hipSuccess)
+    (*stream)->has_priority = true;
+  return created;
 }
 hipError_t hipStreamSynchronize(hipStream_t stream) {
   HIP_SIM_ENTER(hipStreamSynchronize);
@@ -455,29 +516,30 @@ hipError_t hipEventCreateWithFlags(hipEvent_t* event, unsigned) {
 hipError_t hipEventRecord(hipEvent_t event, hipStream_t stream) {
   HIP_SIM_ENTER(hipEventRecord);
   event->stream = resolve(stream);
-  event->happened = false;
-  const uint64_t generation = ++event->generation;
-  event->stream->work.emplace_back([event, generation] {
-    if (event->generation == generation)
-      event->happened = true;
-  });
+  event->queries = 0;
+  enqueue(stream, {[event, record = ++event->recorded] { event->happened = record; }});
   return hipSuccess;
 }
-// Everything of the event's stream runs, also what was queued behind it: no work here depends on less.
 hipError_t hipEventSynchronize(hipEvent_t event) {
   HIP_SIM_ENTER(hipEventSynchronize);
-  if (!event->happened)
-    run(event->stream);
+  if (event->happened < event->recorded)
+    run_until(event, event->recorded);
   return hipSuccess;
 }
+// Who asks again and again waits, too.
 hipError_t hipEventQuery(hipEvent_t event) {
   HIP_SIM_ENTER(hipEventQuery);
-  return event->happened ? hipSuccess : hipErrorNotReady;
+  constexpr int kPatience = 3;
+  if (event->happened < event->recorded && ++event->queries > kPatience)
+    run_until(event, event->recorded);
+  return event->happened >= event->recorded ? hipSuccess : hipErrorNotReady;
 }
 hipError_t hipStreamWaitEvent(hipStream_t stream, hipEvent_t event, unsigned) {
   HIP_SIM_ENTER(hipStreamWaitEvent);
-  if (!event->happened)
-    resolve(stream)->work.emplace_back([other = event->stream] { run(other); });
+  if (++simulator().waits == simulator().lost_wait)
+    return hipSuccess;
+  if (event->happened < event->recorded)
+    enqueue(stream, {[event, record = event->recorded] { run_until(event, record); }, event, event->recorded});
   return hipSuccess;
 }
 // The event itself is left behind: queued work may still name it.

@@ -21,12 +21,14 @@
 #include <hip/hip_runtime_api.h>
 
 #include <list>
+#include <map>
 #include <mutex>
 #include <vector>
 
 extern "C" {
 void hip_sim_unlock();
 void hip_sim_lock();
+int hip_sim_has_happened(hipEvent_t event);
 }
 
 #if HIP_SIM_IS_PRIVATE
@@ -87,13 +89,15 @@ class DeviceAllocator final : public c10::Allocator {
   }
 };
 
-// Released when the work that was queued on the current stream has run.
+// Used again when the work that was queued on the current stream has run. Never given back: that would wait for
+// the whole device.
 class PinnedAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
-    release_idle();
-    void* data = nullptr;
-    check(hipHostMalloc(&data, nbytes == 0 ? 1 : nbytes, 0));
+    void* data = take_idle(nbytes);
+    if (data == nullptr)
+      check(hipHostMalloc(&data, nbytes == 0 ? 1 : nbytes, 0));
+    sizes()[data] = nbytes;
     return {data, data, &free, c10::Device(c10::DeviceType::CPU)};
   }
   void copy_data(void* dst, const void* src, size_t nbytes) const override {
@@ -115,13 +119,18 @@ class PinnedAllocator final : public c10::Allocator {
     (void)hipEventRecord(event, current());
     waiting().push_back({data, event});
   }
-  static void release_idle() {
-    waiting().remove_if([](const Waiting& block) {
-      const bool idle = hipEventQuery(block.event) == hipSuccess;
-      if (idle)
-        (void)hipHostFree(block.data);
-      return idle;
-    });
+  static std::map<void*, size_t>& sizes() {
+    static auto* map = new std::map<void*, size_t>;
+    return *map;
+  }
+  static void* take_idle(size_t nbytes) {
+    for (auto block = waiting().begin(); block != waiting().end(); ++block)
+      if (sizes()[block->data] == nbytes && hip_sim_has_happened(block->event) != 0) {
+        void* const data = block->data;
+        waiting().erase(block);
+        return data;
+      }
+    return nullptr;
   }
 };
 

@@ -5,6 +5,7 @@
 
 #define HIP_ON_CUDA_TYPE(name) using hip##name = cuda##name
 HIP_ON_CUDA_TYPE(Error_t);
+HIP_ON_CUDA_TYPE(Event_t);
 HIP_ON_CUDA_TYPE(Stream_t);
 HIP_ON_CUDA_TYPE(StreamCaptureMode);
 HIP_ON_CUDA_TYPE(StreamCaptureStatus);
@@ -16,6 +17,9 @@ constexpr auto hipStreamCaptureStatusNone = cudaStreamCaptureStatusNone;
 constexpr auto hipMemoryTypeHost = cudaMemoryTypeHost;
 constexpr auto hipMemoryTypeManaged = cudaMemoryTypeManaged;
 constexpr auto hipDeviceAttributeMultiprocessorCount = cudaDevAttrMultiProcessorCount;
+constexpr auto hipMemcpyDefault = cudaMemcpyDefault;
+constexpr unsigned hipEventDisableTiming = cudaEventDisableTiming;
+constexpr unsigned hipStreamNonBlocking = cudaStreamNonBlocking;
 constexpr unsigned hipHostMallocMapped = cudaHostAllocMapped;
 constexpr unsigned hipHostMallocPortable = cudaHostAllocPortable;
 constexpr unsigned hipHostMallocCoherent = 0;  // all of it is, there
@@ -23,7 +27,11 @@ constexpr unsigned hipHostRegisterMapped = cudaHostRegisterMapped;
 constexpr unsigned hipHostRegisterPortable = cudaHostRegisterPortable;
 
 #define hipDeviceGetAttribute cudaDeviceGetAttribute
+#define hipDeviceGetStreamPriorityRange cudaDeviceGetStreamPriorityRange
 #define hipDeviceSynchronize cudaDeviceSynchronize
+#define hipEventCreateWithFlags cudaEventCreateWithFlags
+#define hipEventDestroy cudaEventDestroy
+#define hipEventRecord cudaEventRecord
 #define hipGetErrorName cudaGetErrorName
 #define hipGetErrorString cudaGetErrorString
 #define hipGetLastError cudaGetLastError
@@ -34,7 +42,13 @@ constexpr unsigned hipHostRegisterPortable = cudaHostRegisterPortable;
 #define hipHostRegister cudaHostRegister
 #define hipHostUnregister cudaHostUnregister
 #define hipLaunchKernel cudaLaunchKernel
+#define hipMalloc cudaMalloc
+#define hipMemcpy2DAsync cudaMemcpy2DAsync
+#define hipMemcpyAsync cudaMemcpyAsync
+#define hipMemsetAsync cudaMemsetAsync
 #define hipPointerGetAttributes cudaPointerGetAttributes
+#define hipStreamCreateWithPriority cudaStreamCreateWithPriority
 #define hipStreamIsCapturing cudaStreamIsCapturing
 #define hipStreamSynchronize cudaStreamSynchronize
+#define hipStreamWaitEvent cudaStreamWaitEvent
 #define hipThreadExchangeStreamCaptureMode cudaThreadExchangeStreamCaptureMode

@@ -1,33 +1,33 @@
-// Streams and events of our own, and the order between them and the caller's stream.
+// Streams and events of our own, and the order between them and the caller's stream. Host code that CUDA and
+// HIP share.
+//
+// The including file supplies, from its vendor's runtime.h: GpuStream, GpuEvent, new_event, destroy_event,
+// record_event, make_stream_wait, synchronize.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include "runtime.h"
+#include <cstdint>
+#include <exception>
 
 namespace hicache {
 
 class Event {
  public:
-  Event() {
-    check_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-  }
+  Event() : event_(new_event()) {}
   ~Event() {
-    if (event_ != nullptr)
-      (void)cudaEventDestroy(event_);  // the runtime keeps it until what was recorded is done
+    destroy_event(event_);  // the runtime keeps it until what was recorded is done
   }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
 
-  void record(cudaStream_t stream) {
-    check_cuda(cudaEventRecord(event_, stream), "cudaEventRecord");
+  void record(GpuStream stream) {
+    record_event(event_, stream);
   }
-  void make_wait(cudaStream_t stream) {
-    check_cuda(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent");
+  void make_wait(GpuStream stream) {
+    make_stream_wait(stream, event_);
   }
 
  private:
-  cudaEvent_t event_ = nullptr;
+  GpuEvent event_;
 };
 
 // Work on a stream beside the caller's: it starts behind what the caller's stream holds now, and the caller's
@@ -35,7 +35,7 @@ class Event {
 // freed or written too early.
 class Fork {
  public:
-  Fork(cudaStream_t caller, cudaStream_t beside) : caller_(caller), beside_(beside) {
+  Fork(GpuStream caller, GpuStream beside) : caller_(caller), beside_(beside) {
     event_.record(caller_);
     event_.make_wait(beside_);
   }
@@ -45,7 +45,7 @@ class Fork {
     try {
       join();
     } catch (const std::exception&) {
-      (void)cudaStreamSynchronize(beside_);
+      wait_without_throwing();
     }
   }
   Fork(const Fork&) = delete;
@@ -56,19 +56,26 @@ class Fork {
     event_.make_wait(caller_);
     joined_ = true;
   }
-  cudaStream_t stream() const {
+  GpuStream stream() const {
     return beside_;
   }
 
  private:
-  cudaStream_t caller_;
-  cudaStream_t beside_;
+  void wait_without_throwing() {
+    try {
+      synchronize(beside_);
+    } catch (const std::exception&) {  // the device has failed: nothing runs on it any more
+    }
+  }
+
+  GpuStream caller_;
+  GpuStream beside_;
   Event event_;
   bool joined_ = false;
 };
 
 // This library's stream for copies of one direction on the current device. Shared by all calls: they queue up
 // behind each other, as they would in the copy engine.
-cudaStream_t copy_stream(int32_t device_index, bool is_store);
+GpuStream copy_stream(int32_t device_index, bool is_store);
 
 }  // namespace hicache

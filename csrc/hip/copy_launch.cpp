@@ -1,0 +1,28 @@
+#include "copy_launch.h"
+
+#include <algorithm>
+
+#include "copy_kernels.h"
+#include "runtime.h"
+
+namespace hicache {
+
+void launch_copy(CopyParams& params, const Box& box, int vector_bytes, int64_t max_blocks, bool /*follows*/,
+                 hipStream_t stream) {
+  fill_box(params, box, vector_bytes);
+  constexpr int64_t kTileUnits = kCopyThreads * kUnitsPerThread;
+  const int64_t tiles = (params.num_units + kTileUnits - 1) / kTileUnits;
+  const auto blocks = static_cast<unsigned>(std::min(tiles, max_blocks));
+  check_hip(start_copy(params, vector_bytes, blocks, stream), "launching the copy kernel");
+}
+
+void select_skipped(const DeviceIndices& device_slots, int64_t first_entry, int64_t num_device_slots,
+                    const int64_t* host_slots, int64_t size, int64_t* out, hipStream_t stream) {
+  const int64_t blocks = (size + kSelectThreads - 1) / kSelectThreads;
+  check_hip(
+      start_select({device_slots, first_entry, num_device_slots, host_slots, out, static_cast<uint32_t>(size)},
+                   static_cast<unsigned>(std::min<int64_t>(blocks, 1024)), stream),
+      "launching the kernel that selects skipped entries");
+}
+
+}  // namespace hicache
