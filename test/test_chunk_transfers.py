@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from engine_fakes import FakeRuntime, GatedRuntime, wait_until
+from engine_fakes import FakeRuntime, FakeStream, GatedRuntime, wait_until
 from torch import Tensor
 
 from torch_hicache import testing
@@ -261,6 +261,17 @@ def test_closing_ends_what_is_in_flight() -> None:
         assert transfers.finished() == []
         with pytest.raises(RuntimeError, match="it was closed"):
             transfers.store(9, *one_group([1], [1]))
+
+
+def test_closing_waits_for_what_a_device_still_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing a device's stream ends a thread of the host, and nothing on the device."""
+    monkeypatch.setattr(FakeStream, "close", lambda stream: None)
+    runtime = FakeRuntime()
+    with transfers_on("cpu", runtime=runtime) as (transfers, _):
+        transfers.store(1, *one_group([1], [1]))
+        transfers.load(2, *one_group([2], [2]))
+        transfers.close()
+        assert [len(stream.commands) for stream in runtime.streams.values()] == [0] * 4
 
 
 # --- Order, with streams that run when the test says so -------------------------------------------

@@ -1,6 +1,7 @@
 """Which engine is installed, and whether an adapter knows it."""
 
 import importlib
+import importlib.metadata
 import re
 from types import ModuleType
 
@@ -27,7 +28,9 @@ def require_engine(
         raise ModuleNotFoundError(
             f"[{package}] the package must be installed: {install}", name=package
         ) from None
-    version = str(getattr(module, "__version__", "unknown"))
+    version = getattr(module, "__version__", None)
+    if version is None:  # a package that is being imported, and has asked for its plug-ins
+        version = importlib.metadata.version(package)
     numbers = re.match(r"(\d+)\.(\d+)", version)
     found = (int(numbers[1]), int(numbers[2])) if numbers else None
     if found is None or not first <= found <= last:

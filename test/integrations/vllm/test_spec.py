@@ -225,11 +225,13 @@ def test_the_canonical_layout_is_refused() -> None:
 def test_other_versions_are_refused_when_the_spec_is_created(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    spec = make_spec()
     monkeypatch.setattr(vllm, "__version__", version)
-    with pytest.raises(
-        RuntimeError, match=re.escape(f"[vllm] version must be 0.29 to 0.33, got {version}: pip install")
-    ):
+    text = re.escape(f"[vllm] version must be 0.29 to 0.33, got {version}: pip install")
+    with pytest.raises(RuntimeError, match=text):
         make_spec()
+    with pytest.raises(RuntimeError, match=text):
+        type(spec)(spec.config)
 
 
 @pytest.mark.parametrize("version", ["0.29.0", "0.30.1rc1", "0.33.4.dev2+cu130"])
