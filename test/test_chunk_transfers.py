@@ -330,6 +330,30 @@ def test_streams_do_not_wait_for_each_other() -> None:
             assert [job.job_id for job in transfers.finished()] == [job_id]
 
 
+@pytest.mark.backend("cuda")
+@pytest.mark.parametrize("direction", ["store", "load", "expedited"])
+def test_on_a_gpu_a_transfer_waits_for_the_current_stream_and_the_host_does_not(direction: str) -> None:
+    with transfers_on("cuda") as (transfers, plain):
+        for is_store in (True, False):  # what is slow the first time
+            (transfers.store if is_store else transfers.load)(1, *one_group([1], [1]))
+            plain.move(is_store, [1, 0, 0], [0, 0, 0], [1], [1])
+            ended(transfers)
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        fill_block(plain.tensors, 3)()
+        if direction == "store":
+            transfers.store(2, *one_group([3], [5]))
+        else:
+            transfers.load(2, *one_group([3], [5]), expedited=direction == "expedited")
+        assert transfers.finished() == []
+        (job,) = ended(transfers)
+        assert job.error is None
+        fill_block(plain.blocks, 3)()
+        plain.move(direction == "store", [1, 0, 0], [0, 0, 0], [3], [5])
+        plain.compare()
+
+
 # --- What is refused when it is made ---------------------------------------------------------------
 
 

@@ -362,7 +362,7 @@ def test_formats_of_the_token_op_that_are_lmcaches_alone(ops: HiCacheCpuOps) -> 
 @pytest.mark.parametrize("by_address", [False, True])
 @pytest.mark.parametrize(
     "kv_format",
-    [Format.TWO_X_NL_X_NBBS_NH_HS, Format.NL_X_NBBS_ONE_HS],
+    [Format.TWO_X_NL_X_NBBS_NH_HS, Format.TWO_X_NL_X_NB_BS_NH_HS, Format.NL_X_NBBS_ONE_HS],
     ids=lambda kv_format: kv_format.name,
 )
 def test_tokens_of_separate_key_and_value_buffers(
