@@ -73,9 +73,9 @@ class HiCacheOps:
 
     def multi_layer_block_kv_transfer(  # noqa: PLR0917  LMCache's signature
         self,
-        paged_buffer_ptrs_tensor: Any,
-        lmcache_objects_ptrs: Any,
-        block_ids: Any,
+        paged_buffer_ptrs_tensor: "Tensor | list",
+        lmcache_objects_ptrs: "list[int] | list[Tensor]",  # LMCache reads here that tensors are taken
+        block_ids: "Tensor | list[int]",
         device: Any,
         direction: Any,
         shape_desc: Any,

@@ -27,13 +27,47 @@ def start(backend: str | None, code: str = SAY) -> subprocess.CompletedProcess[s
     if backend is not None:
         environment[VARIABLE] = backend
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
 def test_it_is_used_when_it_is_named() -> None:
     assert "ops: HiCacheCpuOps cpu" in start("hicache_cpu").stdout
     assert "ops: HiCacheCpuOps cpu" in start(" HiCache_CPU ").stdout
+
+
+GATHER_AND_SCATTER = """
+import hashlib, torch, lmcache
+from lmcache.v1.multiprocess.transfer_context.base import gather_paged_kv_to_cpu, scatter_cpu_to_paged_kv
+for shape in ((2, 11, 4, 2, 6), (11, 2, 4, 2, 6), (11, 4, 24)):
+    torch.manual_seed(0)
+    caches = {f"model.layers.{i}.attn": torch.randn(shape, dtype=torch.bfloat16) for i in range(3)}
+    chunks = gather_paged_kv_to_cpu(caches, [7, 2, 9, 0, 10, 4], 3)
+    for cache in caches.values():
+        cache.zero_()
+    scatter_cpu_to_paged_kv(caches, [1, 2, 3, 4, 5, 6], chunks, 3)
+    digest = hashlib.sha256()
+    for tensor in (*chunks, *caches.values()):
+        digest.update(tensor.view(torch.uint8).numpy().tobytes())
+    assert all(bool(cache.any()) for cache in caches.values())
+    print("digest:", digest.hexdigest(), type(lmcache.device_ops).__name__)
+"""
+
+
+def test_lmcaches_gather_and_scatter_give_the_same_bytes() -> None:
+    """What an engine-driven worker calls to move its blocks."""
+    digests = []
+    for backend, ops in ((None, "CpuDeviceOps"), ("hicache_cpu", "HiCacheCpuOps")):
+        done = start(backend, GATHER_AND_SCATTER)
+        assert done.returncode == 0, done.stderr
+        lines = [line.split() for line in done.stdout.splitlines() if line.startswith("digest:")]
+        assert [line[2] for line in lines] == [ops] * 3
+        digests.append([line[1] for line in lines])
+    assert digests[0] == digests[1]
 
 
 def test_without_its_name_lmcache_is_as_it_was() -> None:
