@@ -295,6 +295,20 @@ def test_what_lmcache_refuses_it_refuses_itself(  # noqa: PLR0917
         ops.multi_layer_block_kv_transfer(tables(paged), objects, BLOCK_IDS, *arguments)
 
 
+def test_blocks_with_gaps_go_to_the_compiled_op_where_there_is_one() -> None:
+    """As LMCache's CUDA backend binds it; its torch op refuses them."""
+    calls: list[Any] = []
+    ops = HiCacheCpuOps()
+    ops.multi_layer_block_kv_transfer = lambda *arguments: calls.append(arguments)  # type: ignore[method-assign]
+    ops.ensure_native()
+    paged, objects = make_paged(Format.NL_X_NB_BS_HS), make_objects(Format.NL_X_NB_BS_HS)
+    rest = (torch.device("cpu"), D2H, shape_of(block_stride_elems=99), 12, Format.NL_X_NB_BS_HS, 0)
+    arguments = (tables(paged), objects, BLOCK_IDS, *rest)
+    with testing.unchanged([*paged, *objects]):
+        ops.multi_layer_block_kv_transfer(*arguments)
+    assert calls == [arguments]
+
+
 @pytest.mark.parametrize("bad", [-1, BLOCKS])
 def test_a_bad_block_id_moves_nothing(ops: HiCacheCpuOps, bad: int) -> None:
     paged, objects = make_paged(Format.NL_X_NB_BS_HS), make_objects(Format.NL_X_NB_BS_HS, 1)
