@@ -1,5 +1,6 @@
 """The spec and its worker with vLLM's real factory, manager and types, without an engine around them."""
 
+import pickle
 import re
 import subprocess
 import sys
@@ -206,6 +207,17 @@ def test_jobs_of_a_direction_end_in_order_and_shutdown_ends_all() -> None:
     worker.shutdown()
     worker.shutdown()
     assert worker.get_finished() == []
+
+
+def test_what_several_workers_say_after_a_step_is_joined() -> None:
+    from torch_hicache.integrations.vllm.connector import HiCacheWorkerMetadata
+
+    first = HiCacheWorkerMetadata(completed_jobs={1: 1}, failed_requests={"a"})
+    second = HiCacheWorkerMetadata(completed_jobs={1: 1, 2: 1}, failed_requests={"b"})
+    joined = pickle.loads(pickle.dumps(first.aggregate(pickle.loads(pickle.dumps(second)))))
+    assert isinstance(joined, HiCacheWorkerMetadata)
+    assert joined.completed_jobs == {1: 2, 2: 1}
+    assert joined.failed_requests == {"a", "b"}
 
 
 def test_host_memory_is_what_vllm_counts() -> None:
