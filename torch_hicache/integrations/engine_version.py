@@ -23,11 +23,7 @@ def require_engine(
     try:
         module = importlib.import_module(package)
     except ModuleNotFoundError as error:
-        if error.name != package:  # the engine is there and lacks something itself
-            raise
-        raise ModuleNotFoundError(
-            f"[{package}] the package must be installed: {install}", name=package
-        ) from None
+        raise not_installed(package, install, error) from None
     version = getattr(module, "__version__", None)
     if version is None:  # a package that is being imported, and has asked for its plug-ins
         version = importlib.metadata.version(package)
@@ -39,3 +35,10 @@ def require_engine(
             f"{install}"
         )
     return module
+
+
+def not_installed(package: str, install: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """What to raise for `error`: the line that installs the engine, or what the engine itself lacks."""
+    if error.name != package:
+        return error
+    return ModuleNotFoundError(f"[{package}] the package must be installed: {install}", name=package)

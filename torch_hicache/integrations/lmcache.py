@@ -18,15 +18,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from lmcache.lmcache_native import EngineKVFormat, TransferDirection
-from lmcache.v1.platform.devices.cpu import CpuDeviceSpec
-from lmcache.v1.platform.devices.cpu.device_ops import CpuDeviceOps
-from lmcache.v1.platform.devices.cuda import CudaDeviceSpec
-from lmcache.v1.platform.devices.cuda.device_ops import CudaDeviceOps
-from lmcache.v1.platform.torch_ops import mp_mem_kernels
 from torch import Tensor
 
-from torch_hicache.integrations.engine_version import require_engine
+from torch_hicache.integrations.engine_version import not_installed, require_engine
+
+_INSTALL = "pip install lmcache==0.5.6"
+try:
+    from lmcache.lmcache_native import EngineKVFormat, TransferDirection
+    from lmcache.v1.platform.devices.cpu import CpuDeviceSpec
+    from lmcache.v1.platform.devices.cpu.device_ops import CpuDeviceOps
+    from lmcache.v1.platform.devices.cuda import CudaDeviceSpec
+    from lmcache.v1.platform.devices.cuda.device_ops import CudaDeviceOps
+    from lmcache.v1.platform.torch_ops import mp_mem_kernels
+except ModuleNotFoundError as error:
+    raise not_installed("lmcache", _INSTALL, error) from None
 
 _OPS = (
     "multi_layer_block_kv_transfer",
@@ -317,7 +322,7 @@ def _is_chosen(backend_name: str) -> bool:
     """
     if os.environ.get("LMCACHE_DEVICE_BACKEND", "").strip().lower() != backend_name:
         return False
-    require_engine("lmcache", (0, 5), (0, 5), "pip install lmcache==0.5.6")
+    require_engine("lmcache", (0, 5), (0, 5), _INSTALL)
     return True
 
 

@@ -1,8 +1,7 @@
 """Stores and loads between an engine's block tensors and host memory that is kept in chunks of blocks.
 
-    device   tensor t   [blocks, page bytes]         block 7 | block 2 | block 9 | block 4 ...
-                                                          \\        |         /
-    host     plane t    [chunks * blocks, page bytes]      | chunk 5: 7 2 9 . | chunk 6 ...
+    device   [blocks, page bytes]                  ... | block 2 | ... | block 7 | ... | block 9 | ...
+    host     [chunks * blocks a chunk, page bytes]     |      chunk 5: 7, 2      |      chunk 0: 9, -
 
 This file imports no engine. It speaks of blocks, chunks and groups as vLLM's offloading does: a group of
 layers has block ids of its own, and the tensors that hold its layers; a chunk is `blocks_per_chunk`
