@@ -160,16 +160,21 @@ def test_a_table_is_read_again_once_it_is_written(device: str) -> None:
     assert dst[0].tolist() == [2] * 8
 
 
-def test_freed_memory_is_not_used_again() -> None:
-    """The plane of a tensor that is gone serves the next tensor at its address, and nothing else."""
-    src = torch.zeros(4, 8, dtype=torch.uint8)
-    index = torch.tensor([0])
-    for value in range(1, 20):
-        dst = torch.zeros(4 + value % 3, 8, dtype=torch.uint8)
-        src.fill_(value)
-        kvcacheio.transfer_kv_per_layer_mla(src, dst, index, index, 8)
-        assert dst[0].tolist() == [value] * 8
-        assert not dst[1:].any()
+def test_one_address_with_several_shapes() -> None:
+    """What is kept for an address serves tensors of one size and stride only."""
+    base, src, index = torch.zeros(96, dtype=torch.uint8), torch.ones(12, 8), torch.tensor([4])
+    src = src.to(torch.uint8)
+    kvcacheio.transfer_kv_per_layer_mla(src, base[:48].view(6, 8), index, index, 8)
+    with pytest.raises(IndexError, match="is 4, out of range for 4 slots"):
+        kvcacheio.transfer_kv_per_layer_mla(src, base[:32].view(4, 8), index, index, 8)
+    for slot_stride in (8, 16, 12):
+        base.zero_()
+        kvcacheio.transfer_kv_per_layer_mla(
+            src, base.as_strided((5, 8), (slot_stride, 1)), index, index, 8
+        )
+        expected = torch.zeros(96, dtype=torch.uint8)
+        expected[4 * slot_stride : 4 * slot_stride + 8] = 1
+        assert torch.equal(base, expected)
 
 
 def bad_calls() -> dict[str, tuple[Callable[[], None], str]]:

@@ -253,3 +253,86 @@ def _pages_of_tokens(layer: Tensor, page_bytes: int, page_size: int, name: str) 
     return Plane(
         layer.data_ptr(), layer.device, layer.shape[0] // page_size, page_bytes, (page_bytes,), (1,)
     )
+
+
+# --- page_unified: [pages, groups, layers, 2, page_size, heads of a group, dim] -------------------
+
+
+def one_layer_of_page_unified(dst: Side, src: Tensor, layer_id: int) -> Call:
+    """Rows of one group's token, of which a page has `groups * layers * 2 * page_size`."""
+    if not src.is_contiguous():
+        raise bad(f"src must be contiguous, got strides {list(src.stride())}.")
+    pages, groups, layers, components, page_size, *row = src.shape
+    if not 0 <= layer_id < layers:
+        raise bad(f"layer_id must be in [0, {layers}), got {layer_id}.")
+    group_bytes = math.prod(row) * src.element_size()
+    dst_rows = rows_of(dst, "dst", groups * group_bytes)
+    page_rows = groups * layers * components * page_size
+    call = []
+    for i, rows in enumerate(dst_rows):
+        firsts = [((group * layers + layer_id) * components + i) * page_size for group in range(groups)]
+        call.append(
+            (
+                [
+                    rows._replace(address=rows.address + group * group_bytes, sizes=(group_bytes,))
+                    for group in range(groups)
+                ],
+                [
+                    Plane(
+                        src.data_ptr() + first * group_bytes,
+                        src.device,
+                        # To the last row of this group. A page that is not there is beyond it.
+                        max(pages - 1, 0) * page_rows + page_size if pages else 0,
+                        group_bytes,
+                        (group_bytes,),
+                        (1,),
+                    )
+                    for first in firsts
+                ],
+            )
+        )
+    return call_of(call)
+
+
+def all_layers_to_page_unified(dst: Tensor, src: Side) -> Call:
+    """Pages of `[page_size, groups, bytes of a group's token]` for each layer of K and of V."""
+    if not dst.is_contiguous() or 0 in dst.shape[1:]:
+        raise bad(
+            f"dst must be contiguous, with no dimension of 0 but its pages, got {list(dst.shape)} with "
+            f"strides {list(dst.stride())}."
+        )
+    pages, groups, layers, components, page_size, *row = dst.shape
+    group_bytes = math.prod(row) * dst.element_size()
+    run_bytes = page_size * group_bytes  # of one group, layer and component
+    page_bytes = groups * layers * components * run_bytes
+    src_rows = rows_at(src, "src", layers, groups * group_bytes, groups * group_bytes)
+    call = []
+    for i, rows in enumerate(src_rows):
+        dst_planes = [
+            Plane(
+                dst.data_ptr() + (layer * components + i) * run_bytes,
+                dst.device,
+                pages,
+                page_bytes,
+                (page_size, groups, group_bytes),
+                (group_bytes, layers * components * run_bytes, 1),
+            )
+            for layer in range(layers)
+        ]
+        call.append((dst_planes, [in_pages(plane, page_size, groups) for plane in rows]))
+    return call_of(call)
+
+
+def both(first: Call, second: Call) -> Call:
+    """Two calls of equal indices as one, K and V of different width say."""
+    if first.slot_dim == second.slot_dim:
+        return Call([*first.dst, *second.dst], [*first.src, *second.src], first.slot_dim)
+    return Call(
+        [*_listed(first.dst, first.slot_dim), *_listed(second.dst, second.slot_dim)],
+        [*_listed(first.src, first.slot_dim), *_listed(second.src, second.slot_dim)],
+        slot_dim=0,
+    )
+
+
+def _listed(planes: list[Tensor], slot_dim: int) -> list[Tensor]:
+    return [layer for stack in planes for layer in stack.unbind(0)] if slot_dim else planes

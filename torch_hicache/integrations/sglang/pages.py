@@ -5,38 +5,24 @@ from torch import Tensor
 
 from torch_hicache.integrations.sglang.addresses import bad
 
-# What a page index becomes on a device when its tokens are no whole, aligned page: with the page's first
-# token added it is out of range for any pool, so transfer_kv records it and no byte of the page moves.
+# A page index on a device whose tokens are no whole, aligned page. It is out of range for any pool, so
+# transfer_kv records it and no byte of the page moves.
 BAD_PAGE = 1 << 62
 
 
 def page_indices(indices: Tensor, page_size: int, name: str) -> Tensor:
     """One page index for `page_size` token indices, -1 for a page of -1.
 
-    Indices on an accelerator are checked there, without a sync: a bad page gets an index of BAD_PAGE plus
-    its first token.
+    Indices on an accelerator are checked there, without a sync: a bad page gets the index BAD_PAGE.
 
     Raises:
         ValueError: bad `page_size`, not a number of pages, or on the CPU tokens that are no whole page.
     """
     check_page_size(page_size)
-    if (
-        not isinstance(indices, Tensor)
-        or indices.dim() != 1
-        or indices.dtype not in (torch.int32, torch.int64)
-    ):
-        got = (
-            f"{indices.dtype} {list(indices.shape)}"
-            if isinstance(indices, Tensor)
-            else type(indices).__name__
-        )
-        raise bad(f"{name} must be 1-D, int32 or int64, got {got}.")
+    if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
+        raise bad(f"{name} must be 1-D, int32 or int64, got {indices.dtype} {list(indices.shape)}.")
     check_whole_pages(indices, page_size, name)
-    tokens = (
-        indices.long().view(-1, page_size)
-        if indices.is_contiguous()
-        else indices.long().reshape(-1, page_size)
-    )
+    tokens = indices.long().reshape(-1, page_size)
     first = tokens[:, :1]
     pages = first.div(page_size, rounding_mode="floor")
     offsets = torch.arange(page_size, device=indices.device)
@@ -44,7 +30,7 @@ def page_indices(indices: Tensor, page_size: int, name: str) -> Tensor:
     expected = torch.maximum(pages, torch.add(offsets, pages, alpha=page_size))
     wrong = tokens != expected
     if indices.device.type != "cpu":
-        return torch.where(wrong.any(1), first[:, 0] + BAD_PAGE, pages[:, 0])
+        return pages[:, 0].masked_fill(wrong.any(1), BAD_PAGE)
     if wrong.any():
         at = int(wrong.flatten().nonzero()[0])
         raise bad(
