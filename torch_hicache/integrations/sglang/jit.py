@@ -28,12 +28,20 @@ def _is_positive(*values: int | None) -> bool:
     return all(value is None or value >= 1 for value in values)
 
 
-def _has_backend() -> bool:
+def missing_backend() -> str:
+    """Why transfer_kv does not serve this machine's accelerator; empty where it does or there is none."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
-        return True  # the CPU's is always there
+        return ""
     key = {"cuda": "CUDA", "hip": "HIP"}.get(accelerator.type, "PrivateUse1")
-    return any(backend.loaded and backend.key == key for backend in backends())
+    if any(backend.loaded and backend.key == key for backend in backends()):
+        return ""
+    reasons = [
+        f"the {backend.name} backend is not loaded: {backend.reason} ({backend.remedy})"
+        for backend in backends()
+        if not backend.loaded and key in backend.key
+    ]
+    return "; ".join(reasons) or f"there is no backend for '{accelerator.type}'"
 
 
 def can_use_hicache_jit_kernel(
@@ -44,19 +52,19 @@ def can_use_hicache_jit_kernel(
     page_size: int | None = None,
 ) -> bool:
     """Whether rows of `element_size` bytes can be moved: any can, where the backend is loaded."""
-    return _is_positive(element_size, unroll, block_quota, page_size) and _has_backend()
+    return _is_positive(element_size, unroll, block_quota, page_size) and not missing_backend()
 
 
 def can_use_write_back_jit_kernel(
     *, element_size: int, unroll: int | None = None, block_quota: int | None = None
 ) -> bool:
-    return _is_positive(element_size, unroll, block_quota) and _has_backend()
+    return _is_positive(element_size, unroll, block_quota) and not missing_backend()
 
 
 def can_use_page_unified_load_back_jit_kernel(
     *, group_bytes: int, block_quota: int | None = None
 ) -> bool:
-    return _is_positive(group_bytes, block_quota) and _has_backend()
+    return _is_positive(group_bytes, block_quota) and not missing_backend()
 
 
 def _check_hints(unroll: int | None, page_size: int | None = None) -> None:
