@@ -109,6 +109,16 @@ def test_bad_indices_move_nothing() -> None:
     pools.check(before)
 
 
+def test_indices_that_were_written_again() -> None:
+    pools = Pools("mha", "page_head")
+    device_tokens, host_tokens = page_tokens(1, 2), page_tokens(3, 4)
+    for host_pages in ((3, 4), (6, 5)):
+        host_tokens.copy_(page_tokens(*host_pages))
+        expected = pools.expect_load(device_tokens, host_tokens, 0)
+        pools.host.load_to_device_per_layer(pools.device, host_tokens, device_tokens, 0, "kernel")
+        pools.check(expected)
+
+
 def test_no_indices_are_a_no_op() -> None:
     none = torch.empty(0, dtype=torch.int64)
     for kind, io_backend, layout in COMBINATIONS:

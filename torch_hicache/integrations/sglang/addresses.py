@@ -19,7 +19,7 @@ from torch_hicache.dlpack import tensor_at
 
 transfer_kv = torch.ops.hicache.transfer_kv.default
 
-_END_OF_ADDRESSES = 1 << 47  # of user space, on x86-64 and AArch64; GPUs share it
+_END_OF_ADDRESSES = 1 << 56  # of user space, the largest there is on x86-64 and AArch64
 _MOST_CALLS = 4096  # kept; a pool of 128 layers needs a few hundred
 
 
@@ -52,8 +52,7 @@ _calls: dict[tuple[Any, ...], Call] = {}
 atexit.register(_calls.clear)  # while the interpreter can still run what frees a plane
 
 
-def known_call(key: tuple[Any, ...]) -> Call | None:
-    return _calls.get(key)
+known_call = _calls.get
 
 
 def run(call: Call, dst_indices: Tensor, src_indices: Tensor, block_quota: int | None = None) -> None:
@@ -164,21 +163,23 @@ class AddressTable:
         self.version = version
 
 
-def _version(table: Tensor) -> int:
-    return 0 if table.is_inference() else table._version  # inference tensors have no counter
+def version_of(tensor: Tensor) -> int:
+    """Grows when torch writes to the tensor; inference tensors have no counter."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def read_table(table: Tensor, name: str) -> AddressTable:
     """The addresses in a 1-D uint64 or int64 tensor, as the device sees them.
 
     The first read of a table on an accelerator waits for it. What was read is kept on the tensor itself
-    and lives no longer. It is read again once torch has written to it; torch must see all writes.
+    and lives no longer. It is read again once torch has written to it; torch must see all writes, and an
+    inference tensor must not change.
 
     Raises:
         ValueError: no such tensor, an address that can't be one, or a first read while a stream captures.
     """
     known = getattr(table, "_hicache_addresses", None)
-    if known is not None and known.version == _version(table):
+    if known is not None and known.version == version_of(table):
         return known
     if (
         not isinstance(table, Tensor)
@@ -193,7 +194,7 @@ def read_table(table: Tensor, name: str) -> AddressTable:
     for i, address in enumerate(addresses):
         if not 0 < address < _END_OF_ADDRESSES:
             raise bad(f"{name}[{i}] must be an address, got {address}.")
-    read = AddressTable(addresses, table.device, _version(table))
+    read = AddressTable(addresses, table.device, version_of(table))
     table._hicache_addresses = read
     return read
 

@@ -1,5 +1,7 @@
 """Token indices as page indices. A page layout has no address of a token that is one stride away."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -22,22 +24,28 @@ def page_indices(indices: Tensor, page_size: int, name: str) -> Tensor:
     if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
         raise bad(f"{name} must be 1-D, int32 or int64, got {indices.dtype} {list(indices.shape)}.")
     check_whole_pages(indices, page_size, name)
-    tokens = indices.long().reshape(-1, page_size)
-    first = tokens[:, :1]
-    pages = first.div(page_size, rounding_mode="floor")
-    offsets = torch.arange(page_size, device=indices.device)
+    if indices.dtype != torch.int64:
+        indices = indices.long()
+    pages = indices[::page_size].div(page_size, rounding_mode="floor")
+    is_on_cpu = indices.device.type == "cpu"
+    offsets = _offsets(page_size) if is_on_cpu else torch.arange(page_size, device=indices.device)
+    tokens, column = indices.reshape(-1, page_size), pages.unsqueeze(1)
     # The larger of both is page * page_size + offset where the page is not negative, and -1 for page -1.
-    expected = torch.maximum(pages, torch.add(offsets, pages, alpha=page_size))
-    wrong = tokens != expected
-    if indices.device.type != "cpu":
-        return pages[:, 0].masked_fill(wrong.any(1), BAD_PAGE)
-    if wrong.any():
-        at = int(wrong.flatten().nonzero()[0])
+    expected = torch.maximum(column, torch.add(offsets, column, alpha=page_size))
+    if not is_on_cpu:
+        return pages.masked_fill((tokens != expected).any(1), BAD_PAGE)
+    if not torch.equal(tokens, expected):
+        at = int((tokens != expected).flatten().nonzero()[0])
         raise bad(
             f"{name} must be whole pages of {page_size} tokens, aligned and in order (or all -1), got "
             f"{int(indices[at])} at position {at}."
         )
-    return pages[:, 0]
+    return pages
+
+
+@functools.cache
+def _offsets(page_size: int) -> Tensor:
+    return torch.arange(page_size)
 
 
 def check_page_size(page_size: int) -> None:

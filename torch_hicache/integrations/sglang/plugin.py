@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_hicache.integrations.sglang.addresses import version_of
 from torch_hicache.integrations.sglang.jit import missing_backend
 from torch_hicache.integrations.sglang.pages import page_indices
 
@@ -86,19 +87,18 @@ class PoolPlanes:
     def indices(self, indices: Tensor, name: str) -> Tensor:
         """Of pages where the layout has no tokens: once for all layers of a submission.
 
-        SGLang makes index tensors anew for each submission and does not write to them again.
+        SGLang makes index tensors anew for each submission. The pages are kept on them, for one stream.
         """
         if not self.in_pages:
             return indices
-        stream = (
-            None if indices.device.type == "cpu" else torch.accelerator.current_stream(indices.device)
-        )
+        on_device = indices.device.type != "cpu"
+        stream = torch.accelerator.current_stream(indices.device) if on_device else None
+        key = self.page_size, stream, version_of(indices)
         known = getattr(indices, "_hicache_pages", None)
-        if known is not None and known[:2] == (self.page_size, stream):
-            return known[2]
-        pages = page_indices(indices, self.page_size, name)
-        indices._hicache_pages = (self.page_size, stream, pages)
-        return pages
+        if known is None or known[0] != key:
+            known = key, page_indices(indices, self.page_size, name)
+            indices._hicache_pages = known
+        return known[1]
 
 
 def _components(host: Any) -> tuple[Components, Places] | None:
@@ -113,7 +113,7 @@ def _components(host: Any) -> tuple[Components, Places] | None:
     return [(host.kv_buffer, host.device_kv_buffers)], layers
 
 
-def _planes_of(host: Any, io_backend: str) -> PoolPlanes | None:
+def planes_of(host: Any, io_backend: str) -> PoolPlanes | None:
     """None where SGLang's own method has to do it."""
     if host.layout not in SERVED.get(io_backend, ()) or host.kv_buffer is None:
         return None
@@ -153,7 +153,7 @@ def load_to_device_per_layer(
     is_draft: bool = False,
 ) -> None:
     """One layer from the host pool, on the current stream."""
-    planes = _planes_of(host, io_backend)
+    planes = planes_of(host, io_backend)
     if planes is None:
         original(host, device_pool, host_indices, device_indices, layer_id, io_backend, is_draft=is_draft)
         return
@@ -184,7 +184,7 @@ def backup_from_device_all_layer(
     io_backend: str,
 ) -> None:
     """All layers into the host pool, on the current stream."""
-    planes = _planes_of(host, io_backend)
+    planes = planes_of(host, io_backend)
     if planes is None:
         original(host, device_pool, host_indices, device_indices, io_backend)
         return
