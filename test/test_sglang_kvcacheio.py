@@ -24,8 +24,9 @@ from sglang_pools import (
     stores,
 )
 
+from torch_hicache import check_errors
 from torch_hicache.integrations.sglang import kvcacheio
-from torch_hicache.testing import Placement, Snapshot, fill_pool, unchanged
+from torch_hicache.testing import Placement, Snapshot, fill_pool, placements, unchanged
 
 
 def test_signatures() -> None:
@@ -236,6 +237,46 @@ def test_no_indices_are_a_no_op(placement: Placement) -> None:
             src.tensors[0], dst.tensors[0], *none, 0, ITEM, LAYERS * ITEM
         )
         kvcacheio.transfer_kv_direct([], [], *none, PAGE)
+
+
+@pytest.mark.backend("cuda")
+def test_no_call_waits_for_the_device() -> None:
+    """Once tables are read; bad pages are found on the device too."""
+    placement = next(p for p in placements("cuda") if str(p) == "cuda-load-device_indices")
+    dst, src = loads(placement, "page_head")
+    target = Pools(placement.src, HOST, "page_first", 30)
+    source = Pools(placement.dst, DEVICE, "layers", 40)
+    tables = source.table(0, "cuda"), source.table(1, "cuda")
+    good, bad = pages([2, 0]).cuda(), pages([1, 3]).flip(0).cuda()
+    sides = src.tensors[0], dst.layers(0)[1], src.tensors[1], dst.layers(1)[1]
+
+    def load(tokens: torch.Tensor) -> None:
+        kvcacheio.transfer_kv_per_layer_ph_lf(*sides, good, tokens, 1, ITEM, LAYERS * ITEM, PAGE, HEADS)
+
+    def store() -> None:
+        kvcacheio.transfer_kv_all_layer_lf_pf(
+            tables[0],
+            target.tensors[0],
+            tables[1],
+            target.tensors[1],
+            good,
+            good,
+            ITEM,
+            LAYERS * ITEM,
+            LAYERS,
+        )
+
+    load(good)
+    store()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        load(good)
+        store()
+        load(bad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(IndexError, match=r"dst_indices\[0\] is 4611686018427387904"):
+        check_errors("cuda")
 
 
 @pytest.mark.backend("cuda")

@@ -231,6 +231,24 @@ plugin.version = lambda name: "0.6.0"
     assert "serves the transfers" not in shown
 
 
+@pytest.mark.parametrize(
+    ("installed", "is_known"),
+    [
+        ("0.5.23", True),
+        ("0.5.23+cu130", True),
+        ("0.5.23.post1", False),
+        ("0.5.22", False),
+        ("0.5.24", False),
+    ],
+)
+def test_versions(installed: str, is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(plugin.SWITCH, "1")
+    monkeypatch.setattr(plugin, "version", lambda _name: installed)
+    monkeypatch.setattr(plugin, "missing_backend", lambda: "the version is known")
+    with pytest.raises(RuntimeError, match="the version is known" if is_known else "serves 0.5.23."):
+        plugin.activate()
+
+
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise plugin.PackageNotFoundError(name)

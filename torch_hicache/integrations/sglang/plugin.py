@@ -232,7 +232,7 @@ def _check_version() -> str:
         raise ImportError(
             f"[sglang] sglang is not installed. pip install sglang=={SUPPORTED[-1]}"
         ) from None
-    if installed not in SUPPORTED:
+    if installed.partition("+")[0] not in SUPPORTED:  # whatever build of it
         raise RuntimeError(
             f"[sglang] SGLang {installed} is not known; this torch_hicache serves {', '.join(SUPPORTED)}."
         )
