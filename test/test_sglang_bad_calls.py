@@ -1,5 +1,7 @@
 """What the functions of SGLang's kvcacheio refuse: tables, pages, sizes and layers that can't be."""
 
+import mmap
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -146,6 +148,23 @@ def test_addresses_outside_of_the_process(address: int) -> None:
     index = torch.tensor([0])
     with unchanged([dst]), pytest.raises(ValueError, match="must be an address of this process"):
         kvcacheio.transfer_kv_all_layer_mla_lf_pf(table, dst, index, index, ITEM, ITEM, 1)
+
+
+def test_memory_that_can_not_be_written() -> None:
+    with mmap.mmap(-1, 2 * mmap.PAGESIZE, prot=mmap.PROT_READ) as memory, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of memory that can't be written
+        only_read = torch.frombuffer(memory, dtype=torch.uint8)[: mmap.PAGESIZE].view(-1, 8)
+        tables = (
+            table_of([only_read], "cpu"),
+            table_of([torch.ones(mmap.PAGESIZE, dtype=torch.uint8)], "cpu"),
+        )
+        index = torch.tensor([0])
+        with pytest.raises(ValueError, match=r"dst_layers\[0\] must be an address of this process"):
+            kvcacheio.transfer_kv_all_layer_mla(tables[1], tables[0], index, index, 8, 1)
+        dst = torch.ones(4, 8, dtype=torch.uint8)
+        kvcacheio.transfer_kv_all_layer_mla_lf_pf(tables[0], dst, index, index, 8, 8, 1)
+        assert dst.sum(1).tolist() == [0, 8, 8, 8]
+        del only_read
 
 
 def test_a_table_is_read_again_once_it_is_written(device: str) -> None:

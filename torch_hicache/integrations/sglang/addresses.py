@@ -200,7 +200,12 @@ def read_table(table: Tensor, name: str) -> AddressTable:
 
 
 def table_rows(
-    tables: Sequence[AddressTable], names: Sequence[str], row_bytes: int, slot_stride: int
+    tables: Sequence[AddressTable],
+    names: Sequence[str],
+    row_bytes: int,
+    slot_stride: int,
+    *,
+    writes: bool,
 ) -> list[list[Plane]]:
     """Planes of `row_bytes` rows at the addresses of one side's tables, as many slots as can be there.
 
@@ -216,7 +221,7 @@ def table_rows(
             raise bad(f"{name} must be on {device} as {names[0]} is, got {table.device}.")
     addresses = sorted({address for table in tables for address in table.addresses})
     slots = _slots_between(addresses, row_bytes, slot_stride)
-    spans = known_memory(device)
+    spans = known_memory(device, writes=writes)
     starts = [begin for begin, _ in spans]
     for table, name in zip(tables, names, strict=True):
         for i, address in enumerate(table.addresses):
@@ -255,11 +260,11 @@ def _slots_between(addresses: Sequence[int], row_bytes: int, slot_stride: int) -
     return most
 
 
-def known_memory(device: torch.device) -> list[tuple[int, int]]:
+def known_memory(device: torch.device, *, writes: bool) -> list[tuple[int, int]]:
     """[begin, end) of what is known of this device's memory, in order. A plane can't leave its span.
 
-    On the CPU all that the process has mapped, on CUDA the live blocks of torch's allocator (none of
-    which is host memory that the device reaches).
+    On the CPU what the process may read (and write, if it `writes`), on CUDA the live blocks of torch's
+    allocator (none of which is host memory that the device reaches).
     """
     if device.type == "cuda":
         try:
@@ -280,7 +285,7 @@ def known_memory(device: torch.device) -> list[tuple[int, int]]:
         for line in maps:
             bounds, permissions = line.split()[:2]
             begin, end = (int(part, 16) for part in bounds.split("-"))
-            if "r" not in permissions:
+            if not permissions.startswith("rw" if writes else "r"):
                 continue
             if spans and spans[-1][1] == begin:
                 begin = spans.pop()[0]

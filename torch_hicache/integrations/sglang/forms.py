@@ -69,7 +69,7 @@ def rows_at(
             )
     if slot_stride < row_bytes:
         raise bad(f"rows of {row_bytes} bytes can't be {slot_stride} bytes apart.")
-    return table_rows(tables, names, row_bytes, slot_stride)
+    return table_rows(tables, names, row_bytes, slot_stride, writes=name == "dst")
 
 
 def _layers_of(tokens: Plane, layers: Sequence[int], item_size: int) -> list[Plane]:
