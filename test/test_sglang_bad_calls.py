@@ -154,10 +154,8 @@ def test_memory_that_can_not_be_written() -> None:
     with mmap.mmap(-1, 2 * mmap.PAGESIZE, prot=mmap.PROT_READ) as memory, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of memory that can't be written
         only_read = torch.frombuffer(memory, dtype=torch.uint8)[: mmap.PAGESIZE].view(-1, 8)
-        tables = (
-            table_of([only_read], "cpu"),
-            table_of([torch.ones(mmap.PAGESIZE, dtype=torch.uint8)], "cpu"),
-        )
+        rows = torch.ones(mmap.PAGESIZE, dtype=torch.uint8)
+        tables = table_of([only_read], "cpu"), table_of([rows], "cpu")
         index = torch.tensor([0])
         with pytest.raises(ValueError, match=r"dst_layers\[0\] must be an address of this process"):
             kvcacheio.transfer_kv_all_layer_mla(tables[1], tables[0], index, index, 8, 1)
