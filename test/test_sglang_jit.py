@@ -172,6 +172,8 @@ def test_staged_write_back_of_two_widths(placement: Placement) -> None:
     tables, dst, layers = [], [], []
     for i, width in enumerate((6, 10)):
         planes = [placement.src((DEVICE, width), torch.uint8) for _ in range(LAYERS)]
+        if i == 0:  # K at one distance, V wherever it lies
+            planes = list(placement.src((LAYERS, DEVICE, width), torch.uint8).unbind(0))
         pool = placement.dst((HOST, LAYERS, width), torch.uint8)
         for k, plane in enumerate(planes):
             fill_pool([plane], seed=10 * i + k + 1)

@@ -229,6 +229,31 @@ def test_strided_rows_keep_their_distance(placement: Placement) -> None:
     snapshot.compare("padded rows")
 
 
+def test_tables_and_indices_of_inference_mode(placement: Placement) -> None:
+    """They have no version, and are no less good."""
+    dst, src = stores(placement, "page_head")
+    with torch.inference_mode():
+        load, store = pages([4, 0]), pages([8, 1])
+        snapshot = Snapshot([*dst.tensors, *src.tensors])
+        expect(snapshot, dst, src, (store, load), range(LAYERS))
+        tables = src.table(0, placement.device), src.table(1, placement.device)
+        for _ in range(2):
+            kvcacheio.transfer_kv_all_layer_lf_ph(
+                tables[0],
+                dst.tensors[0],
+                tables[1],
+                dst.tensors[1],
+                placement.src_indices(load),
+                placement.dst_indices(store),
+                ITEM,
+                LAYERS * ITEM,
+                LAYERS,
+                PAGE,
+                HEADS,
+            )
+        snapshot.compare("inference mode")
+
+
 def test_no_indices_are_a_no_op(placement: Placement) -> None:
     dst, src = Pools(placement.dst, DEVICE, "layers", 1), Pools(placement.src, HOST, "page_first", 9)
     none = placement.src_indices([]), placement.dst_indices([])
@@ -275,7 +300,7 @@ def test_no_call_waits_for_the_device() -> None:
         load(bad)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    with pytest.raises(IndexError, match=r"dst_indices\[0\] is 4611686018427387904"):
+    with pytest.raises(IndexError, match=r"dst_indices\[[01]\] is 4611686018427387904"):
         check_errors("cuda")
 
 

@@ -119,6 +119,20 @@ def test_indices_that_were_written_again() -> None:
         pools.check(expected)
 
 
+def test_inference_mode() -> None:
+    """As SGLang's scheduler runs; its index tensors have no version then."""
+    with torch.inference_mode():
+        for kind, io_backend, layout in COMBINATIONS:
+            pools = Pools(kind, layout)
+            device_tokens, host_tokens = page_tokens(1, 2), page_tokens(3, 4)
+            for layer in range(LAYERS):
+                expected = pools.expect_load(device_tokens, host_tokens, layer)
+                pools.host.load_to_device_per_layer(
+                    pools.device, host_tokens, device_tokens, layer, io_backend
+                )
+                pools.check(expected)
+
+
 def test_no_indices_are_a_no_op() -> None:
     none = torch.empty(0, dtype=torch.int64)
     for kind, io_backend, layout in COMBINATIONS:
