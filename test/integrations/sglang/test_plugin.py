@@ -9,6 +9,7 @@ import pytest
 import torch
 from pools import KINDS, LAYERS, PAGE, Pools, page_tokens
 from sglang.srt import plugins
+from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from torch_hicache.integrations.sglang import plugin
@@ -164,6 +165,27 @@ def test_a_destroyed_pool_is_not_used() -> None:
     pools.host.destroy()
     with pytest.raises((NameError, TypeError)):  # as SGLang's own method has it
         pools.host.load_to_device_per_layer(pools.device, tokens, tokens, 0, "kernel")
+
+
+@pytest.mark.parametrize(("kind", "io_backend", "layout"), COMBINATIONS, ids=NAMES)
+def test_a_round_trip_through_sglangs_engine(kind: str, io_backend: str, layout: str) -> None:
+    """Its L2TransferEngine with slots of its allocator: out, over the device's rows, and back."""
+    pools = Pools(kind, layout)
+    engine = L2TransferEngine(io_backend)
+    device_tokens, host_tokens = page_tokens(6, 2, 3), pools.host.alloc(3 * PAGE)
+    transfers = [L2Transfer(pools.host, pools.device, host_tokens, device_tokens)]
+    before = pools.copies()
+    expected = pools.expect_store(device_tokens, host_tokens)
+    engine.submit_device_to_host(transfers)
+    pools.check(expected)
+    for tensor in pools.device_tensors:
+        tensor[device_tokens] = 0
+    done: list[int] = []
+    engine.submit_host_to_device(transfers, transfer_layer_id_max=LAYERS, on_layer_done=done.append)
+    number = len(pools.device_tensors)
+    pools.check([*before[:number], *expected[number:]])
+    assert done == list(range(LAYERS))
+    assert pools.host.free(host_tokens) == len(host_tokens)
 
 
 # --- The entry point, in processes of its own -----------------------------------------------------
