@@ -35,9 +35,7 @@ SERVED = {
 _IN_PAGES = ("page_head", "page_first_direct")
 
 Components = list[tuple[Tensor, tuple[Tensor, ...]]]  # host buffer and device layers of K, and of V
-Places = dict[
-    int, tuple[int, int]
-]  # of a layer, by SGLang's number: in the host pool, among device layers
+Places = dict[int, tuple[int, int]]  # SGLang's number of a layer -> its place on the host, on the device
 
 _logger = logging.getLogger(__name__)
 
@@ -60,11 +58,10 @@ def _device_layer(layer: Tensor, layout: str, page_size: int) -> Tensor:
 class PoolPlanes:
     """Views of one host pool and of the device buffers that belong to it, as transfer_kv takes them.
 
-    Kept on the host pool, for the buffer it has now: `kv_buffer` is None after SGLang's destroy().
+    Kept on the host pool for as long as it has the same kv_buffer; after SGLang's destroy() it has none.
     """
 
     def __init__(self, host: Any, components: Components, layers: Places) -> None:
-        self.kv_buffer = host.kv_buffer
         self.page_size = host.page_size
         self.in_pages = host.layout in _IN_PAGES
         self._layers = layers
