@@ -1,0 +1,293 @@
+"""Raw addresses and tables of them, made into tensors that transfer_kv takes: the only place that does.
+
+A tensor made here describes bytes at an address and owns nothing. It serves only calls to which the
+caller passed that memory (or a table of its addresses): what is kept of memory that is gone is never used
+again, since address, size and strides of the caller's tensor are its key.
+"""
+
+import atexit
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_hicache.dlpack import tensor_at
+
+transfer_kv = torch.ops.hicache.transfer_kv.default
+
+_END_OF_ADDRESSES = 1 << 56  # of user space, the largest there is on x86-64 and AArch64
+_MOST_CALLS = 4096  # kept; a pool of 128 layers needs a few hundred
+
+
+def bad(text: str) -> ValueError:
+    """For `raise`: what a caller got wrong."""
+    return ValueError(f"[sglang] {text}")
+
+
+class Plane(NamedTuple):
+    """`slots` rows at an address: `sizes` and `strides` (bytes) are those of one row."""
+
+    address: int
+    device: torch.device
+    slots: int
+    slot_stride: int  # bytes
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The lists that transfer_kv takes."""
+
+    dst: list[Tensor]
+    src: list[Tensor]
+    slot_dim: int
+
+
+_calls: dict[tuple[Any, ...], Call] = {}
+atexit.register(_calls.clear)  # while the interpreter can still run what frees a plane
+
+
+known_call = _calls.get
+
+
+def run(call: Call, dst_indices: Tensor, src_indices: Tensor, block_quota: int | None = None) -> None:
+    """transfer_kv, of which a kernel takes `block_quota` blocks at most."""
+    if block_quota is not None and block_quota < 1:
+        raise bad(f"block_quota must be 1 or more, got {block_quota}.")
+    transfer_kv(
+        call.dst,
+        call.src,
+        dst_indices,
+        src_indices,
+        slot_dim=call.slot_dim,
+        max_blocks=block_quota or 0,
+    )
+
+
+def remember(key: tuple[Any, ...], call: Call) -> Call:
+    if len(_calls) >= _MOST_CALLS:
+        _calls.clear()
+    _calls[key] = call
+    return call
+
+
+def identity(tensor: Tensor) -> tuple[Any, ...]:
+    """All that a plane of this tensor depends on."""
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), tensor.nbytes, tensor.device
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+# --- Planes -------------------------------------------------------------------------------------
+
+
+def _tensor(plane: Plane, count: int = 0, step: int = 0) -> Tensor:
+    """`[slots, *row]` bytes, or `[count, slots, *row]` of as many planes `step` bytes apart."""
+    sizes, strides = (plane.slots, *plane.sizes), (plane.slot_stride, *plane.strides)
+    if count:
+        sizes, strides = (count, *sizes), (step, *strides)
+    if 0 in sizes:
+        return torch.empty(sizes, dtype=torch.uint8, device=plane.device)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return tensor_at(plane.address, extent, plane.device, owner=None).as_strided(sizes, strides)
+
+
+def _step(planes: Sequence[Plane]) -> int:
+    """Bytes between neighbours, 0 where they are not one distance apart, upwards."""
+    if len(planes) == 1:
+        return 1
+    steps = {b.address - a.address for a, b in itertools.pairwise(planes)}
+    return max(steps.pop(), 0) if len(steps) == 1 else 0
+
+
+def call_of(components: Sequence[tuple[Sequence[Plane], Sequence[Plane]]]) -> Call:
+    """Destination and source planes of K and of V (or of one latent row), as one call.
+
+    Layers at one distance are stacked, which costs less in each call than a list.
+    """
+    components = [both for both in components if both[0]]
+    pairs = [(_step(dst), _step(src)) for dst, src in components]
+    if all(dst_step and src_step for dst_step, src_step in pairs):
+        dst_stacks = [
+            _tensor(dst[0], len(dst), step) for (dst, _), (step, _) in zip(components, pairs, strict=True)
+        ]
+        src_stacks = [
+            _tensor(src[0], len(src), step) for (_, src), (_, step) in zip(components, pairs, strict=True)
+        ]
+        return Call(dst_stacks, src_stacks, slot_dim=1)
+    dst_planes = [_tensor(plane) for dst, _ in components for plane in dst]
+    src_planes = [_tensor(plane) for _, src in components for plane in src]
+    return Call(dst_planes, src_planes, slot_dim=0)
+
+
+def token_rows(tensor: Tensor, row_bytes: int, name: str) -> Plane:
+    """A tensor as rows of `row_bytes`, in the order of its elements. A distance between rows is kept.
+
+    Raises:
+        ValueError: where it has no such rows.
+    """
+    text = f"{name} must hold contiguous rows of {row_bytes} bytes, got {tensor.dtype} "
+    text += f"{list(tensor.shape)} with strides {list(tensor.stride())}"
+    if tensor.layout != torch.strided:
+        raise bad(f"{text}.")
+    if tensor.is_contiguous():
+        if tensor.nbytes % row_bytes:
+            raise bad(f"{text}, {tensor.nbytes} bytes.")
+        slots, slot_stride = tensor.nbytes // row_bytes, row_bytes
+    else:
+        item_bytes = tensor.element_size()
+        try:
+            rows = tensor.view(-1, row_bytes // item_bytes)
+        except RuntimeError:
+            raise bad(f"{text}.") from None
+        if row_bytes % item_bytes or rows.stride(1) != 1:
+            raise bad(f"{text}.")
+        slots, slot_stride = rows.shape[0], rows.stride(0) * item_bytes
+    return Plane(tensor.data_ptr(), tensor.device, slots, slot_stride, (row_bytes,), (1,))
+
+
+# --- Tables -------------------------------------------------------------------------------------
+
+
+class AddressTable:
+    """The addresses that a table held when it was read."""
+
+    def __init__(self, addresses: Sequence[int], device: torch.device, version: int) -> None:
+        self.addresses = tuple(addresses)
+        self.device = device
+        self.version = version
+
+
+def version_of(tensor: Tensor) -> int:
+    """Grows when torch writes to the tensor; inference tensors have no counter."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def read_table(table: Tensor, name: str) -> AddressTable:
+    """The addresses in a 1-D uint64 or int64 tensor, as the device sees them.
+
+    The first read of a table on an accelerator waits for it. What was read is kept on the tensor itself
+    and lives no longer. It is read again once torch has written to it; torch must see all writes, and an
+    inference tensor must not change.
+
+    Raises:
+        ValueError: no such tensor, an address that can't be one, or a first read while a stream captures.
+    """
+    known = getattr(table, "_hicache_addresses", None)
+    if known is not None and known.version == version_of(table):
+        return known
+    if (
+        not isinstance(table, Tensor)
+        or table.dtype not in (torch.uint64, torch.int64)
+        or table.dim() != 1
+    ):
+        got = f"{table.dtype} {list(table.shape)}" if isinstance(table, Tensor) else type(table).__name__
+        raise bad(f"{name} must be a 1-D uint64 tensor of addresses, got {got}.")
+    if table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise bad(f"{name} must have been used once before a stream captures: reading it waits.")
+    addresses = table.tolist()
+    for i, address in enumerate(addresses):
+        if not 0 < address < _END_OF_ADDRESSES:
+            raise bad(f"{name}[{i}] must be an address, got {address}.")
+    read = AddressTable(addresses, table.device, version_of(table))
+    table._hicache_addresses = read
+    return read
+
+
+def table_rows(
+    tables: Sequence[AddressTable],
+    names: Sequence[str],
+    row_bytes: int,
+    slot_stride: int,
+    *,
+    writes: bool,
+) -> list[list[Plane]]:
+    """Planes of `row_bytes` rows at the addresses of one side's tables, as many slots as can be there.
+
+    A table does not say how long a plane is. It ends where the next plane of the same side would be
+    overwritten, and where the memory around the address ends, as far as that is known.
+
+    Raises:
+        ValueError: an address at which no row can be.
+    """
+    device = tables[0].device
+    for table, name in zip(tables, names, strict=True):
+        if table.device != device:
+            raise bad(f"{name} must be on {device} as {names[0]} is, got {table.device}.")
+    addresses = sorted({address for table in tables for address in table.addresses})
+    slots = _slots_between(addresses, row_bytes, slot_stride)
+    spans = known_memory(device, writes=writes)
+    starts = [begin for begin, _ in spans]
+    for table, name in zip(tables, names, strict=True):
+        for i, address in enumerate(table.addresses):
+            span = spans[bisect_right(starts, address) - 1] if spans and address >= starts[0] else (0, 0)
+            if span[1] <= address:
+                if device.type == "cpu":
+                    raise bad(f"{name}[{i}] must be an address of this process, got {address}.")
+                continue  # memory that torch did not allocate
+            room = span[1] - address
+            if room < row_bytes:
+                raise bad(f"{name}[{i}] has {room} bytes behind it, a row has {row_bytes}.")
+            slots = min(slots, (room - row_bytes) // slot_stride + 1)
+    return [
+        [Plane(address, device, slots, slot_stride, (row_bytes,), (1,)) for address in table.addresses]
+        for table in tables
+    ]
+
+
+def _slots_between(addresses: Sequence[int], row_bytes: int, slot_stride: int) -> int:
+    """The most slots at which no plane meets another: those of interleaved planes never do.
+
+    ValueError where two addresses are less than a row apart.
+    """
+    most = (_END_OF_ADDRESSES - addresses[-1]) // slot_stride if addresses else 0
+    for i, address in enumerate(addresses):
+        for other in addresses[i + 1 :]:
+            slot, rest = divmod(other - address, slot_stride)
+            if slot >= most:
+                break
+            if rest < row_bytes:  # where `other` begins, row `slot` would lie
+                most = slot
+            elif rest > slot_stride - row_bytes:  # row `slot + 1` begins behind it, but too near
+                most = slot + 1
+    if addresses and most < 1:
+        raise bad(f"the addresses of one side are less than a row of {row_bytes} bytes apart.")
+    return most
+
+
+def known_memory(device: torch.device, *, writes: bool) -> list[tuple[int, int]]:
+    """[begin, end) of what is known of this device's memory, in order. A plane can't leave its span.
+
+    On the CPU what the process may read (and write, if it `writes`), on CUDA the live blocks of torch's
+    allocator (none of which is host memory that the device reaches).
+    """
+    if device.type == "cuda":
+        try:
+            segments = torch.cuda.memory_snapshot()
+        except RuntimeError:  # an allocator without one, such as cudaMallocAsync
+            return []
+        blocks = [
+            (block["address"], block["address"] + block.get("requested_size", block["size"]))
+            for segment in segments
+            for block in segment["blocks"]
+            if block["state"].startswith("active")
+        ]
+        return sorted(blocks)
+    if device.type != "cpu":
+        return []
+    spans: list[tuple[int, int]] = []
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            bounds, permissions = line.split()[:2]
+            begin, end = (int(part, 16) for part in bounds.split("-"))
+            if not permissions.startswith("rw" if writes else "r"):
+                continue
+            if spans and spans[-1][1] == begin:
+                begin = spans.pop()[0]
+            spans.append((begin, end))
+    return spans

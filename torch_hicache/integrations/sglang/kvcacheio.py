@@ -1,0 +1,331 @@
+"""The transfer functions of sgl_kernel.kvcacheio, on torch.ops.hicache.transfer_kv.
+
+Names, argument order and meaning are those of sglang-kernel 0.4.10. Sizes and layout widths are bytes,
+indices are tokens, `src_layout_dim` and `dst_layout_dim` are one token of all layers. In the names `lf`
+is layer_first, `pf` page_first, `ph` page_head; `mla` has one tensor in place of K and V.
+
+What is undefined there follows transfer_kv: no indices are a valid no-op, rows have any size, -1 skips
+an entry, indices are int32 or int64 and each on the CPU or on the device, a bad one is an IndexError
+(at once, or recorded on the device: see `torch_hicache.check_errors`). The page forms take whole,
+aligned pages of token indices: see pages.page_indices. `block_quota` is the most blocks that a kernel
+takes; without one it is the device's tuned number. `num_warps_per_block` is checked only: the kernel
+has a size of its own.
+
+`*_layers` of the all-layer forms are 1-D uint64 tables of addresses: see addresses.read_table. A table
+does not say how long its planes are; indices are checked against the most that can be there.
+
+All raise ValueError, before a byte moves, for sizes, layouts, tables or layers that can't be.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from torch_hicache.integrations.sglang import forms
+from torch_hicache.integrations.sglang.addresses import (
+    Call,
+    bad,
+    identity,
+    known_call,
+    read_table,
+    remember,
+    run,
+    transfer_kv,
+)
+from torch_hicache.integrations.sglang.pages import check_page_size, check_whole_pages, page_indices
+
+
+def _check_warps(num_warps_per_block: int | None) -> None:
+    if num_warps_per_block is not None and num_warps_per_block < 1:
+        raise bad(f"num_warps_per_block must be 1 or more, got {num_warps_per_block}.")
+
+
+# --- Kernels of one layer -------------------------------------------------------------------------
+
+
+def transfer_kv_per_layer(
+    src_k: Tensor,
+    dst_k: Tensor,
+    src_v: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    block_quota: int | None = None,
+    num_warps_per_block: int | None = None,
+) -> None:
+    """K and V rows of one layer."""
+    _check_warps(num_warps_per_block)
+    key = (1, item_size, *identity(src_k), *identity(dst_k), *identity(src_v), *identity(dst_v))
+    call = known_call(key)
+    if call is None:
+        call = remember(key, forms.one_layer((dst_k, dst_v), (src_k, src_v), item_size))
+    run(call, dst_indices, src_indices, block_quota)
+
+
+def transfer_kv_per_layer_mla(
+    src: Tensor,
+    dst: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    block_quota: int | None = None,
+    num_warps_per_block: int | None = None,
+) -> None:
+    """Rows of one tensor."""
+    _check_warps(num_warps_per_block)
+    key = (2, item_size, *identity(src), *identity(dst))
+    call = known_call(key)
+    if call is None:
+        call = remember(key, forms.one_layer((dst,), (src,), item_size))
+    run(call, dst_indices, src_indices, block_quota)
+
+
+def transfer_kv_per_layer_pf_lf(
+    src_k: Tensor,
+    dst_k: Tensor,
+    src_v: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    item_size: int,
+    src_layout_dim: int,
+    block_quota: int | None = None,
+    num_warps_per_block: int | None = None,
+) -> None:
+    """One layer out of a page_first pool, `[tokens, layers, ...]`."""
+    _check_warps(num_warps_per_block)
+    sizes = layer_id, item_size, src_layout_dim
+    key = (3, *sizes, *identity(src_k), *identity(dst_k), *identity(src_v), *identity(dst_v))
+    call = known_call(key)
+    if call is None:
+        call = remember(key, forms.one_layer_of_page_first((dst_k, dst_v), (src_k, src_v), *sizes))
+    run(call, dst_indices, src_indices, block_quota)
+
+
+def transfer_kv_per_layer_mla_pf_lf(
+    src: Tensor,
+    dst: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    item_size: int,
+    src_layout_dim: int,
+    block_quota: int | None = None,
+    num_warps_per_block: int | None = None,
+) -> None:
+    """One layer out of a page_first pool of one tensor."""
+    _check_warps(num_warps_per_block)
+    sizes = layer_id, item_size, src_layout_dim
+    key = (4, *sizes, *identity(src), *identity(dst))
+    call = known_call(key)
+    if call is None:
+        call = remember(key, forms.one_layer_of_page_first((dst,), (src,), *sizes))
+    run(call, dst_indices, src_indices, block_quota)
+
+
+def transfer_kv_per_layer_ph_lf(
+    src_k: Tensor,
+    dst_k: Tensor,
+    src_v: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    item_size: int,
+    src_layout_dim: int,
+    page_size: int,
+    head_num: int,
+    block_quota: int | None = None,
+    num_warps_per_block: int | None = None,
+) -> None:
+    """One layer out of a page_head pool, `[pages, heads, page_size, layers, ...]`."""
+    _check_warps(num_warps_per_block)
+    sizes = layer_id, item_size, src_layout_dim, page_size, head_num
+    key = (5, *sizes, *identity(src_k), *identity(dst_k), *identity(src_v), *identity(dst_v))
+    call = known_call(key)
+    if call is None:
+        call = remember(key, forms.one_layer_of_page_head((dst_k, dst_v), (src_k, src_v), *sizes))
+    dst_pages = page_indices(dst_indices, page_size, "dst_indices")
+    run(call, dst_pages, page_indices(src_indices, page_size, "src_indices"), block_quota)
+
+
+# --- Kernels of all layers ------------------------------------------------------------------------
+
+
+def transfer_kv_all_layer(
+    src_k_layers: Tensor,
+    dst_k_layers: Tensor,
+    src_v_layers: Tensor,
+    dst_v_layers: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    num_layers: int,
+    block_quota: int | None = None,
+    num_warps_per_block: int | None = None,
+) -> None:
+    """K and V rows of all layers, tables on both sides."""
+    _check_warps(num_warps_per_block)
+    src = read_table(src_k_layers, "src_k_layers"), read_table(src_v_layers, "src_v_layers")
+    dst = read_table(dst_k_layers, "dst_k_layers"), read_table(dst_v_layers, "dst_v_layers")
+    key = (6, item_size, num_layers, *src, *dst)
+    call = known_call(key)
+    if call is None:
+        sides = (dst_k_layers, dst_v_layers), (src_k_layers, src_v_layers)
+        call = remember(key, forms.all_layers(*sides, num_layers, item_size, item_size, item_size))
+    run(call, dst_indices, src_indices, block_quota)
+
+
+def transfer_kv_all_layer_mla(
+    src_layers: Tensor,
+    dst_layers: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    num_layers: int,
+    block_quota: int | None = None,
+    num_warps_per_block: int | None = None,
+) -> None:
+    """Rows of all layers of one tensor each, tables on both sides."""
+    _check_warps(num_warps_per_block)
+    tables = read_table(src_layers, "src_layers"), read_table(dst_layers, "dst_layers")
+    key = (7, item_size, num_layers, *tables)
+    call = known_call(key)
+    if call is None:
+        sides = (dst_layers,), (src_layers,)
+        call = remember(key, forms.all_layers(*sides, num_layers, item_size, item_size, item_size))
+    run(call, dst_indices, src_indices, block_quota)
+
+
+def transfer_kv_all_layer_lf_pf(
+    src_k_layers: Tensor,
+    dst_k: Tensor,
+    src_v_layers: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+    block_quota: int | None = None,
+    num_warps_per_block: int | None = None,
+) -> None:
+    """All layers into a page_first pool."""
+    _check_warps(num_warps_per_block)
+    tables = read_table(src_k_layers, "src_k_layers"), read_table(src_v_layers, "src_v_layers")
+    sizes = num_layers, item_size, dst_layout_dim
+    key = (8, *sizes, *tables, *identity(dst_k), *identity(dst_v))
+    call = known_call(key)
+    if call is None:
+        sides = (dst_k, dst_v), (src_k_layers, src_v_layers)
+        call = remember(key, forms.all_layers_to_page_first(*sides, *sizes))
+    run(call, dst_indices, src_indices, block_quota)
+
+
+def transfer_kv_all_layer_mla_lf_pf(
+    src_layers: Tensor,
+    dst: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+    block_quota: int | None = None,
+    num_warps_per_block: int | None = None,
+) -> None:
+    """All layers into a page_first pool of one tensor."""
+    _check_warps(num_warps_per_block)
+    sizes = num_layers, item_size, dst_layout_dim
+    key = (9, *sizes, read_table(src_layers, "src_layers"), *identity(dst))
+    call = known_call(key)
+    if call is None:
+        call = remember(key, forms.all_layers_to_page_first((dst,), (src_layers,), *sizes))
+    run(call, dst_indices, src_indices, block_quota)
+
+
+def transfer_kv_all_layer_lf_ph(
+    src_k_layers: Tensor,
+    dst_k: Tensor,
+    src_v_layers: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+    page_size: int,
+    head_num: int,
+    block_quota: int | None = None,
+    num_warps_per_block: int | None = None,
+) -> None:
+    """All layers into a page_head pool."""
+    _check_warps(num_warps_per_block)
+    tables = read_table(src_k_layers, "src_k_layers"), read_table(src_v_layers, "src_v_layers")
+    sizes = num_layers, item_size, dst_layout_dim, page_size, head_num
+    key = (10, *sizes, *tables, *identity(dst_k), *identity(dst_v))
+    call = known_call(key)
+    if call is None:
+        sides = (dst_k, dst_v), (src_k_layers, src_v_layers)
+        call = remember(key, forms.all_layers_to_page_head(*sides, *sizes))
+    dst_pages = page_indices(dst_indices, page_size, "dst_indices")
+    run(call, dst_pages, page_indices(src_indices, page_size, "src_indices"), block_quota)
+
+
+# --- The copy engine: lists of tensors ------------------------------------------------------------
+
+
+def transfer_kv_direct(
+    src_layers: Sequence[Tensor],
+    dst_layers: Sequence[Tensor],
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    page_size: int,
+) -> None:
+    """Token rows between tensors `[tokens, ...]` of equal row shapes and dtypes."""
+    check_page_size(page_size)
+    check_whole_pages(src_indices, page_size, "src_indices")
+    transfer_kv(list(dst_layers), list(src_layers), dst_indices, src_indices)
+
+
+def transfer_kv_per_layer_direct_pf_lf(
+    src_ptrs: Sequence[Tensor],
+    dst_ptrs: Sequence[Tensor],
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    """One layer out of page_first_direct pools, `[pages, layers, page_size, ...]`: K and V, or one."""
+    key = (11, layer_id, page_size, *_identities(dst_ptrs), *_identities(src_ptrs))
+    call = known_call(key)
+    if call is None:
+        call = remember(key, forms.one_layer_of_direct(dst_ptrs, src_ptrs, layer_id, page_size))
+    _run_pages(call, dst_indices, src_indices, page_size)
+
+
+def transfer_kv_all_layer_direct_lf_pf(
+    src_ptrs: Sequence[Tensor],
+    dst_ptrs: Sequence[Tensor],
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    page_size: int,
+) -> None:
+    """All layers into page_first_direct pools: `src_ptrs` has those of the first, then of the second."""
+    key = (12, page_size, *_identities(dst_ptrs), *_identities(src_ptrs))
+    call = known_call(key)
+    if call is None:
+        call = remember(key, forms.all_layers_to_direct(dst_ptrs, src_ptrs, page_size))
+    _run_pages(call, dst_indices, src_indices, page_size)
+
+
+def _identities(tensors: Sequence[Tensor]) -> list[object]:
+    return [
+        part for tensor in tensors for part in (*identity(tensor), tensor.shape, tensor.element_size())
+    ]
+
+
+def _run_pages(call: Call, dst_indices: Tensor, src_indices: Tensor, page_size: int) -> None:
+    dst_pages = page_indices(dst_indices, page_size, "dst_indices")
+    run(call, dst_pages, page_indices(src_indices, page_size, "src_indices"))

@@ -1,0 +1,58 @@
+"""Token indices as page indices. A page layout has no address of a token that is one stride away."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from torch_hicache.integrations.sglang.addresses import bad
+
+# A page index on a device whose tokens are no whole, aligned page. It is out of range for any pool, so
+# transfer_kv records it and no byte of the page moves.
+BAD_PAGE = 1 << 62
+
+
+def page_indices(indices: Tensor, page_size: int, name: str) -> Tensor:
+    """One page index for `page_size` token indices, -1 for a page of -1.
+
+    Indices on an accelerator are checked there, without a sync: a bad page gets the index BAD_PAGE.
+
+    Raises:
+        ValueError: bad `page_size`, not a number of pages, or on the CPU tokens that are no whole page.
+    """
+    check_page_size(page_size)
+    if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
+        raise bad(f"{name} must be 1-D, int32 or int64, got {indices.dtype} {list(indices.shape)}.")
+    check_whole_pages(indices, page_size, name)
+    if indices.dtype != torch.int64:
+        indices = indices.long()
+    pages = indices[::page_size].div(page_size, rounding_mode="floor")
+    is_on_cpu = indices.device.type == "cpu"
+    offsets = _offsets(page_size) if is_on_cpu else torch.arange(page_size, device=indices.device)
+    tokens, column = indices.reshape(-1, page_size), pages.unsqueeze(1)
+    # The larger of both is page * page_size + offset where the page is not negative, and -1 for page -1.
+    expected = torch.maximum(column, torch.add(offsets, column, alpha=page_size))
+    if not is_on_cpu:
+        return pages.masked_fill((tokens != expected).any(1), BAD_PAGE)
+    if not torch.equal(tokens, expected):
+        at = int((tokens != expected).flatten().nonzero()[0])
+        raise bad(
+            f"{name} must be whole pages of {page_size} tokens, aligned and in order (or all -1), got "
+            f"{int(indices[at])} at position {at}."
+        )
+    return pages
+
+
+@functools.cache
+def _offsets(page_size: int) -> Tensor:
+    return torch.arange(page_size)
+
+
+def check_page_size(page_size: int) -> None:
+    if page_size < 1:
+        raise bad(f"page_size must be 1 or more, got {page_size}.")
+
+
+def check_whole_pages(indices: Tensor, page_size: int, name: str) -> None:
+    if indices.numel() % page_size:
+        raise bad(f"{name} must be whole pages of {page_size} tokens, got {indices.numel()} indices.")
