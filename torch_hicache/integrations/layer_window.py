@@ -166,7 +166,6 @@ class LayerWindow:
         self._free(self._table)
         self._free(self._spare)
         self._table = self._spare = torch.empty((0, 0), dtype=torch.int64)
-        self._in_part.clear()
 
     def evict(self) -> None:
         """Give the device memory back; all tokens are in the host pool. The next update loads from there.
