@@ -99,7 +99,7 @@ def lazy_read_of_the_source(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Any:
     kept = q[:5] - 1
     transfer_kv([p], [q], i, j)
     transfer_kv([q], [p], i, j)
-    return kept, q[:5] - 1
+    return kept * q[:5]
 
 
 @pattern(_pool_and_list)
@@ -159,7 +159,7 @@ def list_of_layers(ps: list[Tensor], qs: list[Tensor], i: Tensor, j: Tensor) -> 
 def list_of_layers_in_one_call(ps: list[Tensor], qs: list[Tensor], i: Tensor, j: Tensor) -> Any:
     kept = [p[:2] * 2 for p in ps]
     transfer_kv(ps, qs, i, j)
-    return kept, ps[0].sum(0)
+    return [k - p[:2] for k, p in zip(kept, ps, strict=True)], ps[0].sum(0)
 
 
 def _halves(slots: int, device: str) -> tuple[Any, ...]:
@@ -204,15 +204,16 @@ def permuted_and_padded_views(
     kept = row[:3] * 2, heads[:3] * 2
     transfer_kv([row], [p], i, j)
     transfer_kv([heads], [q.view(-1, 2, ROW // 2)], i, j)
-    return kept, row[:3] + 1, heads.sum(0)
+    return kept[0] - row[:3], (kept[1] - heads[:3]).sum(0), heads.sum(0)
 
 
 @pattern(_pool_and_list)
 def load_then_store(p: Tensor, qs: list[Tensor], i: Tensor, j: Tensor) -> Tensor:
+    old = p[:4] + 1, qs[1][:4] + 1
     transfer_kv([p], [qs[0]], i, j)
     kept = p[:4] * 2
     transfer_kv([qs[1]], [p], j, i)
-    return kept + qs[1][:4]
+    return kept + qs[1][:4] - old[0] * old[1]
 
 
 @pattern(_pool_and_list)

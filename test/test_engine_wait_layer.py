@@ -3,6 +3,7 @@
 import gc
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from engine_fakes import (
     same,
 )
 from torch import Tensor
+from torch.export import Dim
 
 from torch_hicache import DevicePool, HostPool, PlaneSpec, TransferEngine, transfer_kv, wait_layer
 
@@ -280,6 +282,30 @@ def test_transfers_and_waits_in_one_graph() -> None:
         return [pool.stacks()[0], source.stacks()[0], torch.randperm(slots)[:9]], pool
 
     _compare_compiled(load_then_wait, make)
+
+
+@pytest.mark.usefixtures("writes_when_it_waits")
+@pytest.mark.parametrize("slots_vary", [False, True])
+def test_aot_inductor(tmp_path: Path, *, slots_vary: bool) -> None:
+    """Reads that are pending at a wait, waits between transfers; the engine's handle is a constant."""
+
+    class LoadThenWait(torch.nn.Module):
+        def forward(self, pool: Tensor, source: Tensor, at: Tensor) -> Any:
+            return read_behind(pool, engine.handle), load_then_wait(pool, source, at, engine.handle)
+
+    device_pool, source = _float_pools(64)
+    with TransferEngine(device_pool, HostPool(FLOATS, 3, 64, device="cpu")) as engine, torch.no_grad():
+        args = (device_pool.stacks()[0], source.stacks()[0], torch.randperm(64)[:9])
+        slots = Dim("slots", min=16)
+        shapes = ({1: slots}, {1: slots}, None) if slots_vary else None
+        program = torch.export.export(LoadThenWait(), copy_of(args), dynamic_shapes=shapes)
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "m.pt2"))
+        loaded, before = torch._inductor.aoti_load_package(path), args[0].clone()
+        results = []
+        for run in (LoadThenWait(), loaded):
+            device_pool.stacks()[0].copy_(before)
+            results.append(copy_of([run(*args), args]))
+        assert_same(*results)
 
 
 def test_a_compiled_step_with_a_real_load() -> None:
