@@ -36,6 +36,7 @@ from torch_hicache.integrations.mooncake_client import (
     RPC_FAILED,
     RPC_TIMED_OUT,
     Connection,
+    check_version,
 )
 from torch_hicache.page_pieces import PagePieces
 from torch_hicache.pool import HostPool
@@ -118,6 +119,7 @@ class MooncakeTier:
         if not namespace:
             raise ValueError("[MooncakeTier] namespace must say whose pages these are, got ''.")
         connection = Connection(master, segment_bytes, protocol, local_hostname)
+        check_version()
         self._hash = _hash_class()
         self._pool = pool
         self._prefix = f"hicache/{_FORMAT}/{_geometry(pool, namespace)}/"

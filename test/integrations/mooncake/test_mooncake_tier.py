@@ -317,3 +317,16 @@ def test_the_adapter_imports_nothing_of_mooncake_until_it_is_used() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_missing_checksum_package_is_named_too() -> None:
+    code = (
+        "import sys, torch_hicache as h, torch\n"
+        "sys.modules['xxhash'] = None\n"
+        "from torch_hicache.tier import open_tier\n"
+        "pool = h.HostPool([h.PlaneSpec('k', (2,), torch.int8)], 1, 4)\n"
+        "try: open_tier('mooncake://127.0.0.1:1', pool, namespace='n')\n"
+        "except ImportError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("[MooncakeTier] needs xxhash, which is not installed (pip install")
