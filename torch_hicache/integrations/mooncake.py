@@ -44,7 +44,9 @@ from torch_hicache.tier import TierStats
 
 _FORMAT = "1"  # of an object; part of its key
 _CHECKSUM_BYTES = 8
-_PART_BYTES = 16 << 20  # of one call: hashed while the one before it is under way
+# Of one call, hashed while the one before it is under way. What has just arrived is then still in a
+# cache: xxh3 reads 8 MiB at 23 GB/s and 32 MiB at 10 (a core of a Xeon, 2 MiB of L2, November 2026).
+_PART_BYTES = 8 << 20
 _MAX_PIECES = 1024  # of one call: the client's queue for a peer is full somewhere above 2,048
 _NUM_THREADS = 4
 _CLOSE_SECONDS = 5.0
