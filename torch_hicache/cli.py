@@ -126,6 +126,13 @@ def _add_replay(commands: Any) -> None:
         help="what leaves the host pool goes there",
     )
     add("--tier3-bytes", type=_size, default=0, metavar="SIZE", help="lent to the third tier (none)")
+    add(
+        "--tier3-deadline-ms",
+        type=_milliseconds,
+        default=50.0,
+        metavar="X",
+        help="within which the third tier must answer (50); longer on a machine that is busy",
+    )
     add("--layout", choices=LAYOUTS, default="layer_first", help="of the host pool (layer_first)")
     add("--unit", choices=UNITS, default="page", help="what an index addresses (page)")
     add("--device", default="auto", metavar="auto|cpu|cuda[:N]", help="where to run (auto)")
@@ -258,6 +265,7 @@ def _replay_options(arguments: argparse.Namespace) -> ReplayOptions:
         compute_seconds=arguments.compute_ms / 1e3,
         tier3=arguments.tier3,
         tier3_bytes=arguments.tier3_bytes,
+        tier3_deadline_seconds=arguments.tier3_deadline_ms / 1e3,
     )
 
 
@@ -336,6 +344,7 @@ def _what_was_run(arguments: argparse.Namespace, options: ReplayOptions) -> dict
             "host_bytes": options.host_bytes,
             "tier3": options.tier3,
             "tier3_bytes": options.tier3_bytes,
+            "tier3_deadline_ms": arguments.tier3_deadline_ms,
             "unit": options.unit,
             "requests": arguments.requests,
             "seed": options.seed,

@@ -54,7 +54,8 @@ class ReplayOptions:
     """What to run. Bytes are exact budgets: a pool holds as many whole blocks as fit.
 
     `compute_seconds` is the time of a request's forward pass, all layers together. `tier3` is the URL of
-    a third tier, to which this process lends `tier3_bytes`.
+    a third tier, to which this process lends `tier3_bytes` and which must answer within
+    `tier3_deadline_seconds`.
     """
 
     model: Model
@@ -70,6 +71,7 @@ class ReplayOptions:
     compute_seconds: float = 0.0
     tier3: str | None = None
     tier3_bytes: int = 0
+    tier3_deadline_seconds: float = 0.05
 
     @property
     def block_bytes(self) -> int:
@@ -382,6 +384,7 @@ class Replay:
                 self._pools.host_pool,
                 namespace=f"hicache replay {options.model.name}, seed {options.seed}",
                 segment_bytes=options.tier3_bytes,
+                deadline_seconds=options.tier3_deadline_seconds,
             )
             self._tier3 = ReplayTier3(tier, self._host, options.block_bytes)
 

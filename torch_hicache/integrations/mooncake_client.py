@@ -22,11 +22,14 @@ PACKAGES = (
 INSTALL = "pip install mooncake-transfer-engine-non-cuda xxhash"
 # Which of them were run: docs/integrations/mooncake.md.
 FIRST_VERSION, BEFORE_VERSION = (0, 3, 13), (0, 3, 14)
-# The client reads them once, when it is imported. Unset, a call waits 30 s for a master that hangs.
+# The client reads them once, when it is imported. Unset, a call waits 30 s for a master or a peer that
+# hangs.
 SETTINGS = {
     "MC_RPC_TIMEOUT_MS": "500",
     "MC_RPC_CONNECT_TIMEOUT_MS": "200",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
 }
 PROTOCOLS = ("tcp", "rdma")
 

@@ -1,6 +1,7 @@
 """Processes of a Mooncake Store: its master, and owners of the memory that it keeps pages in."""
 
 import importlib.util
+import os
 import signal
 import socket
 import subprocess
@@ -36,7 +37,10 @@ class Process:
     process: "subprocess.Popen[str]"
 
     def signal(self, number: signal.Signals) -> None:
+        """Returns when it has stopped, if that was asked for."""
         self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitpid(self.process.pid, os.WUNTRACED)
 
     def kill(self) -> None:
         self.process.kill()

@@ -4,12 +4,14 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
 from store_processes import Master, Owner, free_port
 from test_trace import real_trace
 
+from torch_hicache import Ticket
 from torch_hicache.models import MODELS
 from torch_hicache.replay import Replay, ReplayOptions, ReplayResult
 from torch_hicache.trace import Request, generate_trace
@@ -22,7 +24,7 @@ def replay(master: str, *arguments: str) -> dict[str, Any]:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch_hicache", "replay", "--json", "--device", "cpu", *POOLS),
-            *("--tier3", f"mooncake://{master}", *arguments),
+            *("--tier3", f"mooncake://{master}", "--tier3-deadline-ms", "5000", *arguments),
         ],
         capture_output=True,
         text=True,
@@ -71,7 +73,10 @@ def test_the_process_may_lend_the_memory_itself(master: Master) -> None:
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_replay_outlives_its_master(end: signal.Signals, master: Master, owner: Owner) -> None:
+@pytest.mark.parametrize("whose", ["master", "owner"])
+def test_a_replay_outlives_its_store(
+    whose: str, end: signal.Signals, master: Master, owner: Owner
+) -> None:
     options = ReplayOptions(
         MODELS["gqa_8b"],
         num_layers=4,
@@ -80,6 +85,7 @@ def test_a_replay_outlives_its_master(end: signal.Signals, master: Master, owner
         host_bytes=16 << 20,
         layout="page_first",
         tier3=f"mooncake://{master.address}",
+        tier3_deadline_seconds=0.5,
     )
     replay = Replay(options)
     hits_before_the_end = 0
@@ -88,7 +94,7 @@ def test_a_replay_outlives_its_master(end: signal.Signals, master: Master, owner
         nonlocal hits_before_the_end
         if len(result.records) == 100:
             hits_before_the_end = result.total("tier3_hits")
-            master.signal(end)
+            (master if whose == "master" else owner).signal(end)
 
     requests: list[Request] = generate_trace(200)
     try:
@@ -99,7 +105,42 @@ def test_a_replay_outlives_its_master(end: signal.Signals, master: Master, owner
     assert hits_before_the_end > 0
     assert result.mismatches == 0
     assert result.tier3 is not None
-    assert result.tier3.outages >= 1
+    # A killed owner's pages fail one by one, or not in time.
+    assert result.tier3.outages >= (whose == "master" or end == signal.SIGSTOP)
+
+
+def test_a_block_is_put_only_when_its_store_is_done(
+    shared_master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stores are late, and the host pool has room for two blocks: they leave it right behind their store.
+    The device pool has two pages to spare, so that no request waits for a store."""
+    transfer = Ticket._transfer
+
+    def late(ticket: Ticket, *arguments: Any) -> None:
+        if ticket.direction == "store":
+            time.sleep(0.05)
+        transfer(ticket, *arguments)
+
+    monkeypatch.setattr(Ticket, "_transfer", late)
+    options = ReplayOptions(
+        MODELS["gqa_8b"],
+        num_layers=4,
+        block_tokens=4,
+        device_bytes=32 << 16,
+        host_bytes=2 << 16,
+        layout="page_first",
+        seed=31,
+        tier3=f"mooncake://{shared_master.address}",
+        tier3_deadline_seconds=5.0,
+    )
+    prompts = [(2 * i, 2 * i + 1) for i in range(20)] * 2
+    replay = Replay(options)
+    try:
+        result = replay.run([Request(0, 1024, 1, prompt) for prompt in prompts])
+    finally:
+        replay.close()
+    assert result.total("tier3_hits") > 0
+    assert result.mismatches == 0
 
 
 def test_a_replay_without_a_master_says_so() -> None:

@@ -54,8 +54,9 @@ def test_a_tier_is_what_the_interface_says(shared_master: Master) -> None:
 
 
 def test_pages_of_many_pieces_go_in_many_calls(shared_master: Master) -> None:
-    """96 layers of 16 tokens: 288 pieces a page, far more than the client queues for a batch."""
-    pool = small_pool(layout="layer_first", layers=96)
+    """512 layers of 16 rows of 64 bytes: 8 MiB are 8,192 pieces, more than the client queues."""
+    planes = [PlaneSpec("key", (64,), torch.uint8)]
+    pool = small_pool(layout="layer_first", layers=512, planes=planes)
     keys = [f"piece {page}" for page in range(24)]
     with open_tier(pool, shared_master.address, namespace="pieces") as tier:
         fill(pool, keys, range(24))
