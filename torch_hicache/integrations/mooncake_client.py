@@ -147,6 +147,21 @@ def load_client() -> Any:
     return MooncakeDistributedStore
 
 
+def require_version(
+    who: str, package: str, found: str, first: tuple[int, int, int], before: tuple[int, int, int]
+) -> None:
+    """
+    Raises:
+        RuntimeError: `found` is older than `first`, or not older than `before`.
+    """
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", found)
+    if not match or not first <= tuple(map(int, match.groups())) < before:
+        oldest, limit = (".".join(map(str, numbers)) for numbers in (first, before))
+        raise RuntimeError(
+            f"[{who}] {package} must be {oldest} or newer, and older than {limit}, got {found}."
+        )
+
+
 def check_version() -> str:
     """The installed package's version.
 
@@ -159,11 +174,6 @@ def check_version() -> str:
             found = version(package)
         except PackageNotFoundError:
             continue
-        match = re.match(r"(\d+)\.(\d+)\.(\d+)", found)
-        if match and FIRST_VERSION <= tuple(map(int, match.groups())) < BEFORE_VERSION:
-            return found
-        first, before = (".".join(map(str, limit)) for limit in (FIRST_VERSION, BEFORE_VERSION))
-        raise RuntimeError(
-            f"[MooncakeTier] {package} must be {first} or newer, and older than {before}, got {found}."
-        )
+        require_version("MooncakeTier", package, found, FIRST_VERSION, BEFORE_VERSION)
+        return found
     raise ImportError(f"[MooncakeTier] needs Mooncake Store, which is not installed ({INSTALL}).")

@@ -3,34 +3,16 @@
 Mooncake's clients listen on every interface: `make test-mooncake` starts pytest in a network namespace.
 """
 
-import fcntl
-import os
-import socket
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+import own_network
 import pytest
 from store_processes import Master, Owner
 
-from torch_hicache.integrations.mooncake_client import load_client
-
-_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
-
 
 def pytest_configure(config: pytest.Config) -> None:
-    if [name for _, name in socket.if_nameindex()] != ["lo"]:
-        raise pytest.UsageError(
-            "these tests need a network namespace of their own: run them with make test-mooncake, or "
-            "pytest behind unshare --map-root-user --net"
-        )
-    with socket.socket() as any_socket:
-        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP))
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    try:
-        load_client()  # with the settings, before anything imports Mooncake
-    except ImportError as error:
-        raise pytest.UsageError(str(error)) from None
+    own_network.prepare()
 
 
 @pytest.fixture
