@@ -155,8 +155,8 @@ class MooncakeTier:
         self._calls = Calls("mooncake", _NUM_THREADS)
         self._breaker = Breaker(lambda: self._calls.start(self._answers), retry_seconds)
         # At exit the client's threads must be gone before the memory is.
-        close = weakref.WeakMethod(self.close)
-        atexit.register(lambda: (method := close()) and method())
+        self._at_exit = partial(_close_if_alive, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     # --- The interface of a tier: see ThirdTier -----------------------------------------------------
 
@@ -234,6 +234,7 @@ class MooncakeTier:
             if self._is_closed:
                 return
             self._is_closed = True
+        atexit.unregister(self._at_exit)
         # A call that hangs still uses the client, which is then left as it is. One whose master is away
         # takes seconds to close.
         if self._calls.close(_CLOSE_SECONDS):
@@ -424,6 +425,11 @@ class MooncakeTier:
                 (f"pages_{rest}", len(done) - num_done),
             ):
                 setattr(self._stats, name, getattr(self._stats, name) + value)
+
+
+def _close_if_alive(reference: "weakref.ref[MooncakeTier]") -> None:
+    if (tier := reference()) is not None:
+        tier.close()
 
 
 def _hash_class() -> Any:
