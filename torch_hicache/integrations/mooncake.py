@@ -18,12 +18,13 @@ import operator
 import threading
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ _CHECKSUM_BYTES = 8
 # cache: xxh3 reads 8 MiB at 23 GB/s and 32 MiB at 10 (a core of a Xeon, 2 MiB of L2, November 2026).
 _PART_BYTES = 8 << 20
 _MAX_PIECES = 1024  # of one call: the client's queue for a peer is full somewhere above 2,048
-_NUM_THREADS = 4
+_NUM_THREADS, _CALLS_UNDER_WAY = 4, 2
 _CLOSE_SECONDS = 5.0
 # A full store evicts a few pages in the background once a put has failed, within 5 to 11 ms (2 cores,
 # November 2026).
@@ -65,6 +66,9 @@ class _Part:
     first: int  # place in the batch
     has_returned: bool = False
     is_abandoned: bool = False
+
+
+_Started = tuple[_Part, "Future[list[int]]"]
 
 
 class MooncakeTier:
@@ -165,19 +169,16 @@ class MooncakeTier:
         parts, placed = self._parts("put", keys, pages), [False] * len(keys)
         started = time.perf_counter()
         if parts and self._is_there():
-            under_way: tuple[_Part, Future[Any]] | None = None
-            for part in [*parts, None]:
-                if part is not None:
+
+            def started_parts() -> Iterator[_Started]:
+                for part in parts:
                     for key, page in zip(part.keys, part.pages, strict=True):
                         self._checksum_words[page] = self._checksum(key, page)
-                if under_way is not None:
-                    results = self._result(*under_way)
-                    if results is None:
-                        break
-                    for i, code in enumerate(results):
-                        placed[under_way[0].first + i] = code == 0
-                if part is not None:
-                    under_way = part, self._start(part, self._put_part)
+                    yield part, self._start(part, self._put_part)
+
+            for part, results in self._results(started_parts()):
+                for i, code in enumerate(results):
+                    placed[part.first + i] = code == 0
         self._count_batch("put", placed, time.perf_counter() - started)
         return placed
 
@@ -190,13 +191,8 @@ class MooncakeTier:
                 for key in part.keys:
                     self._leased.pop(key, None)
         if parts and self._is_there():
-            future = self._start(parts[0], self._get_part)
-            for part, following in zip(parts, [*parts[1:], None], strict=True):
-                results = self._result(part, future)
-                if results is None:
-                    break
-                if following is not None:
-                    future = self._start(following, self._get_part)
+            started_parts = ((part, self._start(part, self._get_part)) for part in parts)
+            for part, results in self._results(started_parts):
                 for i, arrived in enumerate(self._verified(part, results)):
                     found[part.first + i] = arrived
         self._count_batch("got", found, time.perf_counter() - started)
@@ -279,20 +275,34 @@ class MooncakeTier:
 
         return self._calls.start(call)
 
-    def _result(self, part: _Part, future: "Future[list[int]]") -> list[int] | None:
-        """The code of each page; None when the store is away or the call has been given up."""
-        results = self._wait(future, len(part.pages) * self._pages.page_bytes)
-        if future.cancelled():
+    def _results(self, started_parts: "Iterator[_Started]") -> "Iterator[tuple[_Part, list[int]]]":
+        """The code of each page of each part, until the store is away or a call has to be given up.
+
+        Two calls are under way at a time: one's questions to the master are hidden behind the other.
+        """
+        under_way = deque(islice(started_parts, _CALLS_UNDER_WAY))
+        try:
+            while under_way:
+                part, future = under_way[0]
+                results = self._wait(future, len(part.pages) * self._pages.page_bytes)
+                if results is None or not {RPC_FAILED, RPC_TIMED_OUT}.isdisjoint(results):
+                    self._breaker.trip()
+                    return
+                under_way.popleft()
+                under_way.extend(islice(started_parts, 1))
+                yield part, results
+        finally:  # also when the caller is interrupted
+            for part, future in under_way:
+                self._give_up(part, future)
+
+    def _give_up(self, part: _Part, future: "Future[list[int]]") -> None:
+        if future.cancel() or future.cancelled():
             self._pool.release(part.pages, unit="page")
-        elif results is None:
-            with self._lock:
-                if not part.has_returned:
-                    part.is_abandoned = True
-                    self._stuck.update(part.pages)
-        elif not {RPC_FAILED, RPC_TIMED_OUT}.isdisjoint(results):
-            self._breaker.trip()
-            return None
-        return results
+            return
+        with self._lock:
+            if not part.has_returned:
+                part.is_abandoned = True
+                self._stuck.update(part.pages)
 
     def _wait(self, future: "Future[Any]", nbytes: int) -> Any:
         """The result of a call that moves so many bytes, or None."""

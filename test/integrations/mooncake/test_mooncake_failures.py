@@ -37,8 +37,9 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def put_pages(tier: MooncakeTier, pool: HostPool) -> None:
+    """More than once where a busy machine does not keep a short deadline."""
     fill(pool, KEYS, PAGES)
-    assert tier.put(KEYS, PAGES) == [True] * 4
+    eventually(lambda: tier.put(KEYS, PAGES) == [True] * 4)
 
 
 def all_come_back(tier: MooncakeTier, pool: HostPool) -> bool:
@@ -58,7 +59,7 @@ def all_come_back(tier: MooncakeTier, pool: HostPool) -> bool:
 def test_with_a_killed_master_all_is_a_miss_at_once(master: Master, owner: Owner) -> None:
     pool = large_pool(8)
     with open_tier(pool, master.address, deadline_seconds=0.05) as tier:
-        eventually(lambda: tier.put(KEYS, PAGES) == [True] * 4)
+        put_pages(tier, pool)
         master.kill()
         before = tier.stats()
         started = time.monotonic()
@@ -77,13 +78,14 @@ def test_a_master_that_hangs_is_given_up_and_comes_back(master: Master, owner: O
     pool = large_pool(8)
     with open_tier(pool, master.address, deadline_seconds=0.3, retry_seconds=0.2) as tier:
         put_pages(tier, pool)
+        before = tier.stats()
         master.signal(signal.SIGSTOP)
         assert tier.get(KEYS, [4, 5, 6, 7]) == [False] * 4
-        stats = tier.stats()
-        assert (stats.calls_abandoned, stats.outages) == (1, 1)
         assert tier.contains(KEYS) == [False] * 4
         assert tier.put(["other"], [0]) == [False]
-        assert tier.stats().calls_abandoned == 1  # nothing more was asked
+        stats = tier.stats()  # nothing was asked after the first call
+        assert stats.calls_abandoned == before.calls_abandoned + 1
+        assert stats.outages == before.outages + 1
         master.signal(signal.SIGCONT)
         eventually(lambda: all_come_back(tier, pool))
 
@@ -185,10 +187,11 @@ def test_pages_of_a_call_that_hangs_are_not_handed_out(master: Master, owner: Ow
     options = {"deadline_seconds": 0.3, "slowest_bytes_per_second": 1e9, "retry_seconds": 0.2}
     with open_tier(pool, master.address, **options) as tier:
         put_pages(tier, pool)
+        before = tier.stats()
         pages = pool.allocate(2, unit="page")
         owner.signal(signal.SIGSTOP)
         assert tier.get(KEYS[:2], pages.tolist()) == [False] * 2
-        assert tier.stats().calls_abandoned == 1
+        assert tier.stats().calls_abandoned == before.calls_abandoned + 1
         pool.free(pages, unit="page")
         assert pool.available == 6 * pool.page_size
         eventually(tier._breaker.allows)
@@ -197,7 +200,7 @@ def test_pages_of_a_call_that_hangs_are_not_handed_out(master: Master, owner: Ow
         assert tier.put(["more"], pages[:1].tolist()) == [False]
         owner.signal(signal.SIGCONT)
         eventually(lambda: pool.available == 8 * pool.page_size)
-        assert tier.get(KEYS[:2], pages.tolist()) == [True] * 2
+        eventually(lambda: tier.get(KEYS[:2], pages.tolist()) == [True] * 2)
 
 
 def test_a_page_corrupted_in_the_owners_memory_is_a_miss_until_it_is_put_again(
