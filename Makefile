@@ -26,7 +26,10 @@ ASCEND_SIM := $(CURDIR)/build/ascend_sim
 ASCEND_RUN := env HICACHE_ASCEND_SIM=$(ASCEND_SIM) HICACHE_REQUIRE=npu LD_PRELOAD=$(ASCEND_SIM)/libpreload.so \
   PYTHONPATH=$(CURDIR)/test/ascend_sim/site:$(CURDIR) timeout --kill-after=10 900 $(ASCEND)/bin/python -m pytest -q
 
-INTEGRATIONS := sglang vllm lmcache transformers mooncake
+INTEGRATIONS := sglang vllm lmcache transformers mooncake sglang_mooncake
+# Mooncake's clients listen on every interface: a network of their own, without any.
+WITHIN_mooncake := unshare --map-root-user --net
+WITHIN_sglang_mooncake := $(WITHIN_mooncake)
 
 .PHONY: setup build demo test test-ascend test-torch lint asan bench wheel clean $(INTEGRATIONS:%=test-%)
 .DEFAULT_GOAL := build
@@ -89,7 +92,7 @@ test-torch: wheel
 
 $(INTEGRATIONS:%=test-%): test-%: .venv-%/installed wheel
 	.venv-$*/bin/python -m pip install --quiet --no-deps --force-reinstall dist/torch_hicache-*.whl
-	cd test/integrations && ../../.venv-$*/bin/python -m pytest -c ../../pyproject.toml --rootdir=../.. $*
+	cd test/integrations && $(WITHIN_$*) ../../.venv-$*/bin/python -m pytest -c ../../pyproject.toml --rootdir=../.. $*
 
 lint: build
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files --show-diff-on-failure

@@ -5,12 +5,13 @@ trace or without the device that a command needs, 130 after Ctrl-C.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ from torch_hicache.models import MODELS
 from torch_hicache.ops import METHODS
 from torch_hicache.plot import check_plot, draw_replay
 from torch_hicache.replay import Replay, ReplayOptions, ReplayResult
+from torch_hicache.tier import TierStats, check_tier_url
 from torch_hicache.trace import BLOCK_TOKENS, Request, generate_trace, read_trace
 
 _GENERATED_REQUESTS = 3000
@@ -39,6 +41,7 @@ times, of the table and of --json:
   compute_seconds         of the forward passes that --compute-ms plays
   exposed_seconds         that the computation waited: a layer for its load, a request for pages that a
                           store still held
+  gbps_put_tier3, gbps_get_tier3   bytes over the time of the calls, which requests wait for
   hidden                  1 - exposed_seconds / (time of loads and stores); null without --compute-ms
                           or if nothing moved"""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -98,9 +101,9 @@ def _add_replay(commands: Any) -> None:
     )
     replay = commands.add_parser(
         "replay",
-        help="drive a two-tier prefix cache with a serving trace and verify every restored row",
-        description="Drive a two-tier prefix cache (device pool, host pool, LRU) with a serving "
-        "trace. Bytes move through a TransferEngine, and every restored row is verified.",
+        help="drive a prefix cache with a serving trace and verify every restored row",
+        description="Drive a prefix cache (device pool, host pool and a third tier if one is named; LRU) "
+        "with a serving trace. Bytes move through a TransferEngine, and every restored row is verified.",
         epilog=f"{_TIMES}\n\nmodels:\n{models}",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -118,6 +121,20 @@ def _add_replay(commands: Any) -> None:
     )
     add("--device-bytes", type=_size, default="128M", metavar="SIZE", help="device pool (128M)")
     add("--host-bytes", type=_size, default="1G", metavar="SIZE", help="host pool (1G)")
+    add(
+        "--tier3",
+        type=_tier_url,
+        metavar="mooncake://HOST:PORT",
+        help="what leaves the host pool goes there",
+    )
+    add("--tier3-bytes", type=_size, default=0, metavar="SIZE", help="lent to the third tier (none)")
+    add(
+        "--tier3-deadline-ms",
+        type=_milliseconds,
+        default=50.0,
+        metavar="X",
+        help="within which the third tier must answer (50); longer on a machine that is busy",
+    )
     add("--layout", choices=LAYOUTS, default="layer_first", help="of the host pool (layer_first)")
     add("--unit", choices=UNITS, default="page", help="what an index addresses (page)")
     add("--device", default="auto", metavar="auto|cpu|cuda[:N]", help="where to run (auto)")
@@ -139,6 +156,14 @@ def _add_replay(commands: Any) -> None:
     add("--json", action="store_true", help="one JSON object on stdout, and nothing else there")
     add("--plot", type=Path, metavar="out.png", help="draw hit rates and transfers (matplotlib)")
     replay.set_defaults(run=_run_replay)
+
+
+def _tier_url(text: str) -> str:
+    try:
+        check_tier_url(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be mooncake://HOST:PORT, got '{text}'") from None
+    return text
 
 
 def _positive(text: str) -> int:
@@ -189,12 +214,13 @@ def _run_replay(arguments: argparse.Namespace) -> int:
             check_plot(arguments.plot, command="replay")
         requests = _requests(arguments)
         replay = Replay(options)
-    except (ValueError, MemoryError, RuntimeError) as error:
-        # Of RuntimeErrors: a device without that much memory, a method that it does not have.
+    except (ValueError, MemoryError, RuntimeError, ImportError) as error:
+        # Of RuntimeErrors: a device without that much memory, a method that it does not have. Of
+        # ImportErrors: a third tier whose package is not installed.
         text = str(error).partition("\n")[0]
         print(text if text.startswith("[") else f"[replay] {text}", file=sys.stderr)
         return 2
-    with _progress(requests) as on_served:
+    with closing(replay), _progress(requests) as on_served:
         result = replay.run(requests, on_served=on_served)
     run = _what_was_run(arguments, options)
     if arguments.json:
@@ -221,6 +247,8 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
 def _replay_options(arguments: argparse.Namespace) -> ReplayOptions:
     model = MODELS[arguments.model]
     num_layers = arguments.layers or model.num_layers
+    if arguments.tier3_bytes and arguments.tier3 is None:
+        raise ValueError("[replay] --tier3-bytes needs the --tier3 that they are lent to.")
     if num_layers > model.num_layers:
         raise ValueError(
             f"[replay] --layers must be at most {model.num_layers} for {model.name}, got {num_layers}."
@@ -237,6 +265,9 @@ def _replay_options(arguments: argparse.Namespace) -> ReplayOptions:
         method=arguments.method,
         seed=arguments.seed,
         compute_seconds=arguments.compute_ms / 1e3,
+        tier3=arguments.tier3,
+        tier3_bytes=arguments.tier3_bytes,
+        tier3_deadline_seconds=arguments.tier3_deadline_ms / 1e3,
     )
 
 
@@ -265,15 +296,23 @@ def _progress(requests: list[Request]) -> Iterator[Callable[[ReplayResult], None
 
 def _summary(result: ReplayResult) -> dict[str, Any]:
     load, store = result.moved("load"), result.moved("store")
+    put, get = result.moved("tier3.put"), result.moved("tier3.get")
     return {
         "requests": len(result.records),
         "blocks": result.total("blocks"),
         "hit_rate_device": result.hit_rate("device"),
         "hit_rate_host": result.hit_rate("host"),
+        "hit_rate_tier3": result.hit_rate("tier3"),
         "bytes_loaded": load.num_bytes,
         "bytes_stored": store.num_bytes,
         "gbps_load": load.gbps,
         "gbps_store": store.gbps,
+        "bytes_put_tier3": put.num_bytes,
+        "bytes_got_tier3": get.num_bytes,
+        "gbps_put_tier3": put.gbps,
+        "gbps_get_tier3": get.gbps,
+        "misses_tier3": result.tier3_misses,
+        "tier3": result.tier3 and dataclasses.asdict(result.tier3),
         "compute_seconds": result.compute_seconds,
         "exposed_seconds": result.exposed_seconds,
         "hidden": result.hidden,
@@ -305,6 +344,9 @@ def _what_was_run(arguments: argparse.Namespace, options: ReplayOptions) -> dict
             "block_bytes": options.block_bytes,
             "device_bytes": options.device_bytes,
             "host_bytes": options.host_bytes,
+            "tier3": options.tier3,
+            "tier3_bytes": options.tier3_bytes,
+            "tier3_deadline_ms": arguments.tier3_deadline_ms,
             "unit": options.unit,
             "requests": arguments.requests,
             "seed": options.seed,
@@ -328,11 +370,11 @@ def _print_result(result: ReplayResult, run: dict[str, Any]) -> None:
     table.add_row("requests", f"{len(result.records):,}", seconds)
     tokens = f"of {BLOCK_TOKENS} tokens, {options['block_tokens']} of them kept"
     table.add_row("prompt blocks", f"{result.total('blocks'):,}", tokens)
-    device, host = result.hit_rate("device"), result.hit_rate("host")
-    rest = 1 - device - host if result.records else 0.0
+    tiers = {"device": "green", "host": "yellow"} | ({"tier3": "cyan"} if result.tier3 else {})
+    hits = {tier: result.hit_rate(tier) for tier in tiers}
+    rest = 1 - sum(hits.values()) if result.records else 0.0
     for name, share, color in (
-        ("  device hits", device, "green"),
-        ("  host hits", host, "yellow"),
+        *((f"  {tier} hits", hits[tier], color) for tier, color in tiers.items()),
         ("  prefilled", rest, "bright_black"),
     ):
         table.add_row(name, f"{share:.1%}", _bar(console, share, color))
@@ -341,6 +383,12 @@ def _print_result(result: ReplayResult, run: dict[str, Any]) -> None:
         way = "host to device" if name == "load" else "device to host"
         rate = f"at {moved.gbps:.2f} GB/s, {way}" if moved.num_bytes else f"{way}"
         table.add_row(name, _readable(moved.num_bytes), rate)
+    if result.tier3:
+        for name, way in (("put", "host to tier 3"), ("get", "tier 3 to host")):
+            moved = result.moved(f"tier3.{name}")
+            rate = f"at {moved.gbps:.2f} GB/s, {way}" if moved.num_bytes else way
+            table.add_row(f"tier3 {name}", _readable(moved.num_bytes), rate)
+        table.add_row("tier3 misses", f"{result.tier3_misses:,}", _tier3_note(result.tier3))
     table.add_row("computation", f"{result.compute_seconds:.2f} s", _hidden_note(result))
     table.add_row("rows verified", f"{result.total('rows_verified'):,}", _rows_note(result))
     color = "red" if result.mismatches else "green"
@@ -359,6 +407,16 @@ def _print_result(result: ReplayResult, run: dict[str, Any]) -> None:
         soft_wrap=True,
     )
     console.print(table)
+
+
+def _tier3_note(stats: TierStats) -> str:
+    parts = {
+        "dropped": stats.pages_dropped,
+        "corrupt": stats.pages_corrupt,
+        "outages": stats.outages,
+        "calls given up": stats.calls_abandoned,
+    }
+    return ", ".join(f"{count:,} {name}" for name, count in parts.items())
 
 
 def _hidden_note(result: ReplayResult) -> str:

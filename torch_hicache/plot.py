@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _WINDOWS = 100  # points of the hit-rate curve
 _DEVICE_COLOR, _HOST_COLOR, _REST_COLOR = "#2a7f62", "#e0a030", "#d8d8d8"
+_TIER3_COLOR = "#4a90b8"
 
 
 def check_plot(path: Path, *, command: str) -> None:
@@ -58,16 +59,21 @@ def draw_replay(result: ReplayResult, path: Path, *, title: str) -> None:
 def _draw_hits(axes: Axes, result: ReplayResult) -> None:
     records = result.records
     step = max(1, -(-len(records) // _WINDOWS))
-    places, device, host = [], [], []
+    places: list[float] = []
+    names = {"device": "found on the device", "host": "loaded from the host"}
+    colors = [_DEVICE_COLOR, _HOST_COLOR]
+    if result.tier3:
+        names["tier3"] = "got from tier 3"
+        colors.append(_TIER3_COLOR)
+    hits: dict[str, list[float]] = {tier: [] for tier in names}
     for start in range(0, len(records), step):
         window = ReplayResult(records=records[start : start + step])
         places.append(start + len(window.records) / 2)
-        device.append(100 * window.hit_rate("device"))
-        host.append(100 * window.hit_rate("host"))
-    rest = [100 - d - h for d, h in zip(device, host, strict=True)]
-    labels = ["found on the device", "loaded from the host", "prefilled"]
-    colors = [_DEVICE_COLOR, _HOST_COLOR, _REST_COLOR]
-    axes.stackplot(places, device, host, rest, labels=labels, colors=colors)
+        for tier, shares in hits.items():
+            shares.append(100 * window.hit_rate(tier))
+    rest = [100 - sum(shares) for shares in zip(*hits.values(), strict=True)]
+    labels = [*names.values(), "prefilled"]
+    axes.stackplot(places, *hits.values(), rest, labels=labels, colors=[*colors, _REST_COLOR])
     axes.set(xlabel="request", ylabel="% of prompt blocks", ylim=(0, 100))
     axes.legend(loc="upper right")
 

@@ -1,8 +1,10 @@
-"""A two-tier prefix cache, driven by a serving trace, whose bytes move through a TransferEngine.
+"""A prefix cache of two or three tiers, driven by a serving trace; a TransferEngine moves its bytes.
 
     device pool   layer_first   blocks that requests use            LRU
         | store (evicted)  ^ load (found in the host pool only)
     host pool     any layout    blocks that the device evicted      LRU
+        | put (evicted)    ^ get (found nowhere nearer)
+    third tier    replay_tier3.py, if there is one
 
 Prefill is played by writing fingerprints: bytes that tell block, plane, layer, token and position,
 so that a row which was lost, torn, shifted or swapped can't pass. Every row that comes back from the
@@ -21,6 +23,9 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -31,13 +36,16 @@ from torch_hicache.models import Model
 from torch_hicache.ops import check_errors
 from torch_hicache.pool import DevicePool, HostPool
 from torch_hicache.replay_clock import Clock, ForwardPass, Moved, TimedRuntime
+from torch_hicache.replay_tier3 import ReplayTier3, Tier3Record
 from torch_hicache.slot_allocator import SlotAllocator
 from torch_hicache.ticket import Ticket
+from torch_hicache.tier import TierStats, open_tier
 from torch_hicache.trace import Request
 
 _POISON = 0xA5  # what pools hold before anything is written
 _CHECK_BYTES = 16 << 20  # compared at once: bounds the temporaries of a check
 _SPARE_SHARE = 16  # one part in 16 of the device pool is free when a request comes
+_FETCH_BLOCKS = 64  # asked of the third tier at once
 _HOST, _DEVICE = "host", "device"
 
 
@@ -45,7 +53,9 @@ _HOST, _DEVICE = "host", "device"
 class ReplayOptions:
     """What to run. Bytes are exact budgets: a pool holds as many whole blocks as fit.
 
-    `compute_seconds` is the time of a request's forward pass, all layers together.
+    `compute_seconds` is the time of a request's forward pass, all layers together. `tier3` is the URL of
+    a third tier, to which this process lends `tier3_bytes` and which must answer within
+    `tier3_deadline_seconds`.
     """
 
     model: Model
@@ -59,6 +69,9 @@ class ReplayOptions:
     method: str = "auto"
     seed: int = 0
     compute_seconds: float = 0.0
+    tier3: str | None = None
+    tier3_bytes: int = 0
+    tier3_deadline_seconds: float = 0.05
 
     @property
     def block_bytes(self) -> int:
@@ -76,11 +89,13 @@ class RequestRecord:
     blocks: int = 0
     device_hits: int = 0
     host_hits: int = 0
+    tier3_hits: int = 0
     rows_verified: int = 0
     compute_seconds: float = 0.0
     exposed_seconds: float = 0.0
     load: Moved = field(default_factory=Moved)
     store: Moved = field(default_factory=Moved)
+    tier3: Tier3Record = field(default_factory=Tier3Record)
 
 
 @dataclass
@@ -94,6 +109,7 @@ class ReplayResult:
     blocks_dropped: int = 0  # evicted from the device when the host pool had no room for them
     seconds: float = 0.0
     interrupted: bool = False
+    tier3: TierStats | None = None  # of the third tier, if there is one
 
     def total(self, name: str) -> int:
         return sum(getattr(record, name) for record in self.records)
@@ -102,8 +118,13 @@ class ReplayResult:
         return self.total(f"{tier}_hits") / max(1, self.total("blocks"))
 
     def moved(self, direction: str) -> Moved:
-        parts = [getattr(record, direction) for record in self.records]
+        """By "load", "store", "tier3.put" or "tier3.get"."""
+        parts = [attrgetter(direction)(record) for record in self.records]
         return Moved(sum(p.num_bytes for p in parts), sum(p.seconds for p in parts))
+
+    @property
+    def tier3_misses(self) -> int:
+        return sum(record.tier3.misses for record in self.records)
 
     @property
     def compute_seconds(self) -> float:
@@ -161,6 +182,10 @@ class Tier:
     def free(self, evicted: list[tuple[int, int]]) -> None:
         self._slots.free([page for _, page in evicted], unit="page")
 
+    def drop(self, blocks: list[int]) -> None:
+        """Forget blocks and free their pages."""
+        self.free([(block, self.pages.pop(block)) for block in blocks])
+
     @property
     def num_free(self) -> int:
         """Pages without a block."""
@@ -210,6 +235,7 @@ class Pools:
             runtime=self._runtime,
         )
         self._in_flight: deque[Ticket] = deque()  # or done, oldest first
+        self._last_store: dict[int, Ticket] = {}  # of host pages, for a third tier
         self._forward_pass = ForwardPass(
             options.device, self.device_pool.layer_ids, options.compute_seconds, self._clock
         )
@@ -233,7 +259,16 @@ class Pools:
         """Store pages, all in one transfer. They may be freed at once: it holds them until it is done."""
         self._count(record.store, device_pages)
         indices = self._indices(device_pages), self._indices(host_pages)
-        self._in_flight.append(self._engine.store(*indices))
+        ticket = self._engine.store(*indices)
+        self._in_flight.append(ticket)
+        if self._options.tier3 is not None:
+            self._last_store.update(dict.fromkeys(host_pages, ticket))
+
+    def wait_for_stores(self, evicted: list[tuple[int, int]]) -> None:
+        """Wait until all stores into the pages of (block, host page) are done."""
+        for _, page in evicted:
+            if (ticket := self._last_store.pop(page, None)) is not None:
+                ticket.wait()
 
     def load(self, device_pages: list[int], host_pages: list[int], record: "RequestRecord") -> Ticket:
         """Load pages, all in one call, layer by layer if a forward pass is played."""
@@ -342,6 +377,21 @@ class Replay:
         self._device = Tier(self._pools.device_pool)
         self._host = Tier(self._pools.host_pool)
         self._num_spare = self._device.num_pages // _SPARE_SHARE
+        self._tier3: ReplayTier3 | None = None
+        if options.tier3 is not None:
+            tier = open_tier(
+                options.tier3,
+                self._pools.host_pool,
+                namespace=f"hicache replay {options.model.name}, seed {options.seed}",
+                segment_bytes=options.tier3_bytes,
+                deadline_seconds=options.tier3_deadline_seconds,
+            )
+            self._tier3 = ReplayTier3(tier, self._host, options.block_bytes)
+
+    def close(self) -> None:
+        """Leave the third tier, if there is one."""
+        if self._tier3 is not None:
+            self._tier3.close()
 
     def run(
         self,
@@ -360,6 +410,7 @@ class Replay:
             result.interrupted = True
         self._pools.settle()
         result.seconds = time.perf_counter() - started
+        result.tier3 = None if self._tier3 is None else self._tier3.stats()
         return result
 
     def _serve(self, request: Request, result: ReplayResult) -> None:
@@ -370,20 +421,14 @@ class Replay:
         requested = list(dict.fromkeys(request.hash_ids))
         blocks = requested[: self._device.num_pages]
         keep = set(blocks)
-        cached = next(
-            (
-                i
-                for i, block in enumerate(blocks)
-                if block not in self._device.pages and block not in self._host.pages
-            ),
-            len(blocks),
-        )
+        record = RequestRecord(blocks=len(requested))
+        record.tier3_hits = self._fetch(blocks, keep, record)
+        cached = self._num_cached(blocks)
         # Behind the first missing block nothing is a hit: a prefix ends there.
         loaded = [block for block in blocks[:cached] if block not in self._device.pages]
         new = [block for block in blocks[cached:] if block not in self._device.pages]
-        record = RequestRecord(
-            blocks=len(requested), device_hits=cached - len(loaded), host_hits=len(loaded)
-        )
+        record.device_hits = cached - len(loaded)
+        record.host_hits = len(loaded) - record.tier3_hits
         self._evict(len(loaded) + len(new), keep, record, result)
         self._pools.wait_for_room(self._device, len(loaded) + len(new), record)
         load = None
@@ -413,15 +458,47 @@ class Replay:
             if block in self._host.pages:
                 self._host.touch(block)
         unsaved = [(block, page) for block, page in evicted if block not in self._host.pages]
-        self._host.free(self._host.evict(len(unsaved), keep=keep))
+        if unsaved:
+            self._make_host_room(len(unsaved), keep, record)
         # Too small a host pool takes the most recently used of them.
-        kept = unsaved[max(0, len(unsaved) - self._host.num_free) :]
+        kept = unsaved[max(0, len(unsaved) - self._host.num_available) :]
         result.blocks_dropped += len(unsaved) - len(kept)
         if kept:
-            self._pools.wait_for_room(self._host, len(kept), record)
             host_pages = self._host.add([block for block, _ in kept])
             self._pools.store([page for _, page in kept], host_pages, record)
         self._device.free(evicted)
+
+    def _make_host_room(self, wanted: int, keep: set[int], record: RequestRecord) -> None:
+        """Make so many pages of the host pool available, or as many as can be; what leaves it goes to the
+        third tier. A call of that tier that hangs may keep pages for longer."""
+        evicted = self._host.evict(wanted, keep=keep)
+        if self._tier3 is not None:
+            self._pools.wait_for_stores(evicted)
+            self._tier3.put(evicted, record.tier3)
+        self._host.free(evicted)
+        self._pools.wait_for_room(self._host, min(wanted, self._host.num_free), record)
+
+    def _num_cached(self, blocks: list[int]) -> int:
+        """How many of the first blocks are in one of the pools."""
+        return next((i for i, block in enumerate(blocks) if not self._holds(block)), len(blocks))
+
+    def _holds(self, block: int) -> bool:
+        return block in self._device.pages or block in self._host.pages
+
+    def _fetch(self, blocks: list[int], keep: set[int], record: RequestRecord) -> int:
+        """Bring what continues the prefix from the third tier to the host pool, and count it."""
+        if self._tier3 is None:
+            return 0
+        make_room = partial(self._make_host_room, keep=keep, record=record)
+        num_fetched = 0
+        while (cached := self._num_cached(blocks)) < len(blocks):
+            candidates = blocks[cached : cached + _FETCH_BLOCKS]
+            missing = list(takewhile(lambda block: not self._holds(block), candidates))
+            num_found = self._tier3.fetch(missing, make_room, record.tier3)
+            num_fetched += num_found
+            if num_found < len(missing):
+                break
+        return num_fetched
 
 
 def _page_runs(pages: list[int], longest: int) -> Iterator[tuple[int, int, slice]]:
