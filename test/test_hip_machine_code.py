@@ -1,5 +1,6 @@
 """The compiled code for AMD GPUs, executed by the interpreter of test/hip_interpreter."""
 
+import os
 import textwrap
 from pathlib import Path
 
@@ -107,19 +108,28 @@ def run(program: str, arch: str, **settings: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("program", ["ROWS", "FAR", "STAGED", "BAD"])
-def test_machine_code(program: str, arch: str) -> None:
-    code, text = run(globals()[program], arch)
+def test_machine_code(arch: str) -> None:
+    """All programs in one process: to start one, and to read the code, takes longer than they do."""
+    code, text = run("\n".join((ROWS, FAR, STAGED, BAD)), arch)
     assert code == 0, text
 
 
+# The op's whole suite takes minutes in the interpreter: with HICACHE_HIP_FULL=1 only, as in .ci/run.
+# Without it one GPU shows that the suite can be interpreted.
+IS_FULL = os.environ.get("HICACHE_HIP_FULL") == "1"
+SUITE_ARCHS = ["gfx942", "gfx1100", "gfx1201"] if IS_FULL else ["gfx942"]
+SUITE = "hipsim-load-cpu_indices or hipsim-store-device_indices"
+SUITE_SAMPLE = "hipsim-load-cpu_indices and (layer_ids or differ_in_their_padding or a_page_is_a_row)"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["gfx942", "gfx1100", "gfx1201"])
+@pytest.mark.parametrize("arch", SUITE_ARCHS)
 def test_the_suite_of_the_op(arch: str) -> None:
     env = hip_simulator.environment(arch)
-    only = "hipsim-load-cpu_indices or hipsim-store-device_indices"
+    only = SUITE if IS_FULL else SUITE_SAMPLE
     done = hip_simulator.run_suite(["test_transfer_kv.py"], env, only)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout
 
 
 MUTANTS = {
