@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import ascend_sim
@@ -26,21 +26,6 @@ transfer_kv = torch.ops.hicache.transfer_kv
 LAUNCH = "aclrtlaunch_hicache_kv_exchange"
 DEVICE_TO_DEVICE = 3
 ROUNDS = 300
-
-
-@pytest.fixture
-def sim() -> Iterator[Simulator]:
-    if not ascend_sim.FOLDER:
-        pytest.skip(ascend_sim.REASON)
-    simulator = Simulator()
-    at = torch.tensor([0]).to("npu")
-    row = torch.zeros(1, 4).to("npu")
-    transfer_kv([row], [row], at, at)  # what is made once is made
-    torch.npu.synchronize()
-    simulator.forget()
-    yield simulator
-    torch.npu.synchronize()
-    simulator.forget()
 
 
 def pools(memory: str = "memfabric", layers: int = 2, row: int = 24) -> tuple[Tensor, Tensor]:
