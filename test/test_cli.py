@@ -362,7 +362,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_run(
 
 def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
-    assert "{replay,info,calibrate,bench}" in capsys.readouterr().err
+    assert "{replay,info,doctor,calibrate,bench}" in capsys.readouterr().err
     assert cli.main(["replay", "--help"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in MODELS)

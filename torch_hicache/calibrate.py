@@ -108,9 +108,11 @@ def measure_rows(
     methods: Sequence[str] = MEASURED_METHODS,
     row_sizes: Sequence[int] = _ROW_BYTES,
     nbytes: int = _ROWS_BYTES,
+    seconds_of: Callable[[torch.device, Callable[[], object]], float] | None = None,
 ) -> list[RowRate]:
     """Every second row of a host buffer, in random order, to and from random rows of a device buffer: no
-    two are neighbours, so that each is a row for the copy engine too."""
+    two are neighbours, so that each is a row for the copy engine too. `seconds_of` times a call; without
+    it events do."""
     host = empty_host((2 * nbytes,), torch.uint8, device)
     on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
     rates = []
@@ -122,7 +124,7 @@ def measure_rows(
         for direction in DIRECTIONS:
             call = _call(direction, device_rows, host_rows, device_slots, host_slots)
             for method in methods:
-                seconds = _seconds(device, partial(call, method=method))
+                seconds = (seconds_of or _seconds)(device, partial(call, method=method))
                 rates.append(RowRate(method, direction, row_bytes, entries * row_bytes / seconds / 1e9))
     return rates
 

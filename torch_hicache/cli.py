@@ -1,7 +1,7 @@
 """The command `hicache`: arguments, what is printed, exit codes. Others do the work.
 
-Exit codes: 0, 1 when a restored row was wrong or a benchmark failed, 2 for a bad argument or trace or
-without the device that a command needs, 130 after Ctrl-C.
+Exit codes: 0, 1 when a restored row was wrong, a check or a benchmark failed, 2 for a bad argument or
+trace or without the device that a command needs, 130 after Ctrl-C.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from rich.table import Table
 
 import torch_hicache
 from torch_hicache.cli_device import backend_of, find_device
+from torch_hicache.cli_doctor import add_doctor
 from torch_hicache.cli_measure import add_bench, add_calibrate
 from torch_hicache.info import collect_info, cpu_name
 from torch_hicache.layout import LAYOUTS, UNITS
@@ -80,11 +81,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="hicache", description=torch_hicache.__doc__, allow_abbrev=False)
     version = f"hicache {torch_hicache.__version__}"
     parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", metavar="{replay,info,calibrate,bench}")
+    commands = parser.add_subparsers(dest="command", metavar="{replay,info,doctor,calibrate,bench}")
     _add_replay(commands)
     info = commands.add_parser("info", help="versions, backends, devices, links")
     info.add_argument("--json", action="store_true", help="one JSON object on stdout")
     info.set_defaults(run=_run_info)
+    add_doctor(commands)
     add_calibrate(commands)
     add_bench(commands)
     return parser

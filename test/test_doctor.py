@@ -1,0 +1,181 @@
+"""`hicache doctor`: what it finds, what it writes down, and what it says where there is no device."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_hicache
+from torch_hicache import Backend, cli, cli_doctor, doctor
+
+CPU = torch.device("cpu")
+Transfer = Callable[..., None]
+
+
+def named(report: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return [check for check in report["checks"] if check["name"] == name]
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, transfer: Callable[..., None]) -> None:
+    """Let `transfer` take the place of the op, which it gets as its first argument."""
+    real = torch.ops.hicache.transfer_kv
+
+    class Spoiled:
+        def __getattr__(self, name: str) -> Any:
+            if name == "transfer_kv":
+                return lambda *args, **keywords: transfer(real, *args, **keywords)
+            return getattr(torch.ops.hicache, name)
+
+    class Ops:
+        hicache = Spoiled()
+
+    class Torch:
+        ops = Ops()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    monkeypatch.setattr(doctor, "torch", Torch())
+    monkeypatch.setattr("torch_hicache.testing.torch", Torch())
+
+
+def test_the_cpu_is_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    assert cli.main(["doctor", "--device", "cpu", "--mib", "1", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["finished"]
+    assert report["running"] == ""
+    assert {check["name"] for check in report["checks"]} == {*doctor._CASES, "far_rows", "engine"}
+    assert {check["method"] for check in report["checks"]} == {"auto", "kernel"}
+    assert all(check["status"] == "passed" and check["cases"] > 0 for check in report["checks"])
+    assert {rate["row_bytes"] for rate in report["rates"]} == set(doctor.ROW_BYTES)
+    assert all(rate["gbps"] > 0 for rate in report["rates"])
+    assert report["info"]["versions"]["torch"] == torch.__version__
+    out = capsys.readouterr().out
+    assert f"{len(report['checks'])} checks" in out
+    assert "0 failed" in out
+
+
+def first_row_only(real: Transfer, dst: Any, src: Any, to: Any, at: Any, **keywords: Any) -> None:
+    real(dst, src, to[:1], at[:1], **keywords)
+
+
+def one_byte_more(real: Transfer, dst: Any, src: Any, to: Any, at: Any, **keywords: Any) -> None:
+    real(dst, src, to, at, **keywords)
+    dst[0].untyped_storage()[0] ^= 1
+
+
+def follows_bad_indices(real: Transfer, dst: Any, src: Any, to: Any, at: Any, **keywords: Any) -> None:
+    slots = dst[0].shape[keywords.get("slot_dim", 0)]
+    real(dst, src, torch.where(to < slots, to, -1), torch.where(at < slots, at, -1), **keywords)
+
+
+def ignores_padding(real: Transfer, dst: Any, src: Any, to: Any, at: Any, **keywords: Any) -> None:
+    real(dst, src, torch.where(to == -1, 0, to), torch.where(at == -1, 0, at), **keywords)
+
+
+def ignores_count(real: Transfer, *args: Any, count: Any = None, **keywords: Any) -> None:
+    real(*args, **keywords)
+
+
+def first_plane_only(real: Transfer, dst: Any, src: Any, to: Any, at: Any, **keywords: Any) -> None:
+    real(dst[:1], src[:1], to, at, **keywords)
+
+
+FAULTS: dict[str, tuple[Callable[..., None], str]] = {
+    "first_row_only": (first_row_only, "rows"),
+    "one_byte_more": (one_byte_more, "layouts"),
+    "follows_bad_indices": (follows_bad_indices, "bad_indices"),
+    "ignores_padding": (ignores_padding, "indices"),
+    "ignores_count": (ignores_count, "indices"),
+    "first_plane_only": (first_plane_only, "planes"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is what a kernel could do wrong; the check named with it sees it."""
+    transfer, name = FAULTS[fault]
+    spoil(monkeypatch, transfer)
+    monkeypatch.setattr(doctor, "measure_rows", lambda *args: [])
+    monkeypatch.setattr(doctor, "_methods_for", lambda place: ["kernel"])
+    report = doctor.examine(CPU, nbytes=1 << 16)
+    found = named(report, name)
+    assert {check["status"] for check in found} == {"failed"}, found
+    assert all(check["detail"] for check in found)
+    assert doctor.failures(report)
+
+
+def test_a_method_may_refuse_but_auto_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Any:
+        yield
+        raise ValueError("[transfer_kv] it can't")
+
+    assert doctor._run("rows", "here", "staged", refuse).status == "refused"
+    check = doctor._run("rows", "here", "auto", refuse)
+    assert (check.status, check.cases, check.detail) == ("failed", 1, "[transfer_kv] it can't")
+
+
+def test_the_report_says_what_was_running(tmp_path: Path) -> None:
+    """A process that is killed, as a GPU's runtime does it after a bad access, leaves a report behind."""
+    path = tmp_path / "report.json"
+    program = (
+        "import os, sys\n"
+        "from torch_hicache import cli, doctor\n"
+        "doctor._CASES['planes'] = lambda place, method: os.kill(os.getpid(), 9)\n"
+        f"cli.main(['doctor', '--device', 'cpu', '--json', {str(path)!r}])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ, timeout=120, check=False)
+    assert done.returncode == -9
+    report = json.loads(path.read_text())
+    assert not report["finished"]
+    assert report["running"] == "planes, cpu, auto"
+    assert [check["name"] for check in report["checks"]] == ["rows", "layouts", "indices"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--device", "tpu"], "--device must be auto, cpu, cuda, hip or npu, got 'tpu'"),
+        (["--device", "cpu:1"], "--device must be auto, cpu, cuda, hip or npu, got 'cpu:1'"),
+        (["--mib", "0"], "argument --mib: must be an integer of 1 or more, got '0'"),
+        (["--device", "cpu", "--json", "no/where.json"], "no/where.json: No such file or directory"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *arguments]) == 2
+    assert f"[doctor] {text}." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("vendor", ["cuda", "hip", "npu"])
+def test_a_missing_backend_says_why(vendor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = Backend(cli_doctor._BACKENDS[vendor], "CUDA", True, False, "it rains", "wait")
+    monkeypatch.setattr(torch_hicache, "backends", lambda: [missing])
+    with pytest.raises(ValueError, match=r"backend is not loaded: it rains\. To get it, wait\.$"):
+        cli_doctor.find_backend_device(vendor)
+
+
+def test_amd_gpus_are_found_under_the_name_that_torch_gives_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def missing_reason(name: str) -> str:
+        asked.append(name)
+        return ""
+
+    monkeypatch.setattr(cli_doctor.testing, "missing_reason", missing_reason)
+    monkeypatch.setattr(cli_doctor.testing, "devices", lambda: ["cpu"])
+    for key, expected in (("CUDA", "cuda:2"), ("HIP", "hip:2"), ("PrivateUse1", "rocm:2")):
+        monkeypatch.setattr(torch_hicache, "backends", lambda key=key: [Backend("hip", key, True, True)])
+        monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "rocm")
+        # torch knows no device of the name "rocm" here, so the device itself is not made.
+        monkeypatch.setattr(torch, "device", lambda name, index: f"{name}:{index}")
+        assert cli_doctor.find_backend_device("hip:2") == expected
+    assert asked == ["cuda:2", "hip:2", "rocm:2"]
