@@ -11,7 +11,7 @@ from ascend_sim import Simulator
 from torch import Tensor
 
 from torch_hicache import MethodTable, Plan, empty_host, explain, set_method_table
-from torch_hicache.testing import fill_pool, random_entries, unchanged
+from torch_hicache.testing import check_transfer, fill_pool, random_entries, unchanged
 
 pytestmark = pytest.mark.backend("npu")
 transfer_kv = torch.ops.hicache.transfer_kv
@@ -91,6 +91,28 @@ def test_submissions_are_those_of_the_call(sim: Simulator, memory: str, slots: s
             assert (sim.calls(LAUNCH), asked) == (plan.batches, 1)  # and the upload
         else:
             assert (sim.calls(LAUNCH), asked) == (0, plan.batches)
+
+
+@pytest.mark.parametrize("is_load", [True, False])
+def test_no_copy_goes_over_the_edge_of_a_registration(is_load: bool) -> None:
+    """Large memory is registered in pieces, which the device sees at addresses apart."""
+    pinned = empty_host(
+        (4, 16384), torch.uint8, "npu", kind="pinned", plane_unit_bytes=16384, max_piece_bytes=16384
+    )
+    device_pool = torch.zeros(3, 65536, dtype=torch.uint8, device="npu")
+    host_pool = pinned.view(1, 65536)
+    fill_pool([host_pool], seed=1)
+    fill_pool([device_pool])
+    pools_of_call = ([device_pool], [host_pool]) if is_load else ([host_pool], [device_pool])
+    at = torch.tensor([2]), torch.tensor([0])
+    at = at if is_load else at[::-1]
+    plan = explain(*pools_of_call, *at)
+    assert (plan.method, plan.runs, plan.rows, plan.batches) == ("copy_engine", 1, 4, 1)
+    check_transfer(*pools_of_call, *at)
+    if is_load:  # planes that lie in one piece each are the kernel's
+        planes = device_pool.view(3, 4, 16384).unbind(1), pinned.view(1, 4, 16384).unbind(1)
+        assert explain(*planes, *at).method == "kernel"
+        check_transfer(*planes, *at)
 
 
 def test_what_can_not_be_served_is_refused_alike() -> None:

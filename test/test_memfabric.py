@@ -3,6 +3,7 @@
 Each test that makes the entity anew needs a process of its own.
 """
 
+import ctypes
 import gc
 import os
 import re
@@ -76,6 +77,13 @@ class TestMemfabric:
         """As an engine's own pool uses them; the block is released once."""
         block = memfabric.allocate(8 * 16, "npu")
         assert block.device_address == memfabric.device_address(block.address) != 0
+        at = torch.tensor([3, 7]).to("npu")
+        device = torch.zeros(9, 16, dtype=torch.uint8, device="npu")
+        whole = (ctypes.c_uint8 * block.nbytes).from_address(block.address)
+        rows = torch.frombuffer(whole, dtype=torch.uint8).view(8, 16)
+        fill_pool([rows])
+        for dst, src in ((device, rows), (rows, device)):
+            check_transfer([dst], [src], at, at, method="kernel")
         memfabric.free(block)
         memfabric.free(block)
 
@@ -83,13 +91,13 @@ class TestMemfabric:
 
         host = offload.empty((8, 16), torch.uint8)
         fill_pool([host])
-        device = torch.zeros(9, 16, dtype=torch.uint8, device="npu")
-        at = torch.tensor([3, 7]).to("npu")
         with pytest.raises(ValueError, match="which an AI core can't reach"):
             torch.ops.hicache.transfer_kv([device], [host], at, at)
-        memfabric.adopt(host.data_ptr(), host.numel(), "npu")
+        for begin in (0, 64):  # neighbours, of which a tensor may cover both
+            memfabric.adopt(host.data_ptr() + begin, 64, "npu")
         check_transfer([device], [host], at, at)
-        memfabric.disown(host.data_ptr())
+        for begin in (0, 64):
+            memfabric.disown(host.data_ptr() + begin)
         with pytest.raises(ValueError, match="which an AI core can't reach"):
             torch.ops.hicache.transfer_kv([device], [host], at, at)
         with pytest.raises(ValueError, match=r"are not Memfabric's memory"):
@@ -192,6 +200,7 @@ device = torch.zeros(4, 8, dtype=torch.uint8, device="npu")
 try:
     host = empty_host((9, 8), torch.uint8, "npu").fill_(7)
     check_transfer([device], [host], torch.tensor([1]), torch.tensor([2]))
+    more = empty_host((9, 8), torch.uint8, "npu")  # of the same entity
 except RuntimeError as error:
     print("refused" if "/proc/sys/vm/nr_hugepages" in str(error) else error)
 print("giant" if seen == [int(offload.OFFLOAD_FLAG_GIANT_PAGE)] else "plain" if seen == [0] else seen)

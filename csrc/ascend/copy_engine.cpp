@@ -24,13 +24,15 @@ struct Rectangle {
 
 class Copier {
  public:
-  // A rehearsal counts, and calls no driver.
-  Copier(CopyKind kind, int32_t device_index, void* stream, bool is_pageable, bool is_rehearsal)
+  // A rehearsal counts, and calls no driver. `seams` ascend.
+  Copier(CopyKind kind, int32_t device_index, void* stream, bool is_pageable, bool is_rehearsal,
+         std::vector<const char*> seams)
       : kind_(kind),
         device_index_(device_index),
         stream_(stream),
         is_pageable_(is_pageable),
-        is_rehearsal_(is_rehearsal) {}
+        is_rehearsal_(is_rehearsal),
+        seams_(std::move(seams)) {}
 
   const CopyCounts& counts() const {
     return counts_;
@@ -69,7 +71,25 @@ class Copier {
     return is_rehearsal_ ? 0 : call();
   }
 
+  // The first seam strictly inside the host's side of a copy; null without one.
+  const char* seam_in(const char* dst, const char* src, int64_t nbytes) const {
+    const char* begin = kind_ == kHostToDevice ? src : dst;
+    const auto seam = std::upper_bound(seams_.begin(), seams_.end(), begin);
+    return seam != seams_.end() && *seam < begin + nbytes ? *seam : nullptr;
+  }
+
   void add_row(char* dst, const char* src, int64_t nbytes) {
+    while (const char* seam = seam_in(dst, src, nbytes)) {
+      const int64_t piece = seam - (kind_ == kHostToDevice ? src : dst);
+      add_whole_row(dst, src, piece);
+      dst += piece;
+      src += piece;
+      nbytes -= piece;
+    }
+    add_whole_row(dst, src, nbytes);
+  }
+
+  void add_whole_row(char* dst, const char* src, int64_t nbytes) {
     const auto size = static_cast<size_t>(nbytes);
     if (is_pageable_) {
       check_acl(submit(1, [&] { return driver().memcpy(dst, size, src, size, kind_); }), "aclrtMemcpy");
@@ -87,6 +107,9 @@ class Copier {
     if (part.height == 1 || part.height > kMaxRectangleSide || part.width > kMaxRectangleSide || is_pageable_ ||
         kind_ == kDeviceToDevice || part.dst_stride < part.width || part.src_stride < part.width ||
         driver().memcpy_2d_async == nullptr)
+      return false;
+    const int64_t stride = kind_ == kHostToDevice ? part.src_stride : part.dst_stride;
+    if (seam_in(part.dst, part.src, (part.height - 1) * stride + part.width) != nullptr)
       return false;
     flush();
     const int status = submit(part.height, [&] {
@@ -125,6 +148,7 @@ class Copier {
   void* stream_;
   bool is_pageable_;
   bool is_rehearsal_;
+  std::vector<const char*> seams_;
   CopyCounts counts_;
   std::vector<void*> dsts_, srcs_;
   std::vector<size_t> sizes_;
@@ -172,8 +196,19 @@ bool has_pageable_memory(const TransferArgs& args, CopyKind kind) {
                      [](const Extent& extent) { return kind_of(extent.begin) == HostMemory::kPageable; });
 }
 
+// Pinned memory is registered in pieces where it is large.
+std::vector<const char*> seams_of(const TransferArgs& args, CopyKind kind) {
+  std::vector<const char*> seams;
+  if (kind != kDeviceToDevice)
+    for (const Extent& extent : kind == kHostToDevice ? args.src_extents : args.dst_extents)
+      for (const char* seam : registration_seams(extent.begin, extent.end))
+        seams.push_back(seam);
+  std::sort(seams.begin(), seams.end());
+  return seams;
+}
+
 CopyCounts copy(const TransferArgs& args, CopyKind kind, bool is_pageable, void* stream, bool is_rehearsal) {
-  Copier copier(kind, args.device.index, stream, is_pageable, is_rehearsal);
+  Copier copier(kind, args.device.index, stream, is_pageable, is_rehearsal, seams_of(args, kind));
   const std::vector<SlotRun> runs = slot_runs(args);
   for (const PlaneGroup& group : args.groups)
     for (const PlaneAddress& plane : group.planes)
