@@ -10,6 +10,7 @@ import signal
 from collections.abc import Generator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import hip_objects
 import pytest
@@ -70,6 +71,24 @@ def _checked_placements(name: str) -> list[testing.Placement]:
 def checked_placement(request: pytest.FixtureRequest) -> testing.Placement:
     """The placements whose indices the host reads: duplicates are resolved, overlap is refused."""
     return request.param
+
+
+@pytest.fixture
+def sim() -> Generator[Any, None, None]:
+    """The simulated driver under torch_npu, without counts and faults; what is made once is made."""
+    import ascend_sim
+
+    if not ascend_sim.FOLDER:
+        pytest.skip(ascend_sim.REASON)
+    simulator = ascend_sim.Simulator()
+    at = torch.tensor([0]).to("npu")
+    row = torch.zeros(1, 4).to("npu")
+    torch.ops.hicache.transfer_kv([row], [row], at, at)
+    torch.npu.synchronize()
+    simulator.forget()
+    yield simulator
+    torch.npu.synchronize()
+    simulator.forget()
 
 
 def _module_of(name: str) -> ModuleType:

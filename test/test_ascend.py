@@ -3,11 +3,12 @@
 On the simulated driver with the emulated kernel; what needs neither runs on an NPU too.
 """
 
+import ctypes
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import ascend_sim
@@ -26,21 +27,6 @@ transfer_kv = torch.ops.hicache.transfer_kv
 LAUNCH = "aclrtlaunch_hicache_kv_exchange"
 DEVICE_TO_DEVICE = 3
 ROUNDS = 300
-
-
-@pytest.fixture
-def sim() -> Iterator[Simulator]:
-    if not ascend_sim.FOLDER:
-        pytest.skip(ascend_sim.REASON)
-    simulator = Simulator()
-    at = torch.tensor([0]).to("npu")
-    row = torch.zeros(1, 4).to("npu")
-    transfer_kv([row], [row], at, at)  # what is made once is made
-    torch.npu.synchronize()
-    simulator.forget()
-    yield simulator
-    torch.npu.synchronize()
-    simulator.forget()
 
 
 def pools(memory: str = "memfabric", layers: int = 2, row: int = 24) -> tuple[Tensor, Tensor]:
@@ -68,6 +54,26 @@ def out_of_order(copy: Callable[[], object], src: Tensor, dst: Tensor) -> int:
     return wrong
 
 
+IN_A_MODE = """
+import torch, torch_hicache
+from test_ascend import out_of_order, transfer_kv
+src, dst = (torch.zeros(3, 64, dtype=torch.uint8, device="npu") for _ in range(2))
+host = torch.zeros(3, 64, dtype=torch.uint8, pin_memory=True)
+at = torch.arange(3)
+at_device = at.to("npu")
+def by_way_of_the_host():
+    transfer_kv([host], [src], at, at, method="copy_engine")
+    transfer_kv([dst], [host], at, at, method="copy_engine")
+wrong = []
+for stream in (torch.npu.current_stream(), torch.npu.Stream()):
+    torch.npu.synchronize()
+    with torch.npu.stream(stream):
+        wrong.append(out_of_order(lambda: transfer_kv([dst], [src], at_device, at_device), src, dst))
+        wrong.append(out_of_order(by_way_of_the_host, src, dst))
+print(wrong)
+"""
+
+
 class TestOrder:
     def test_work_is_in_order_with_the_task_queue(self) -> None:
         """torch_npu's own operators are submitted by another thread, some time later."""
@@ -83,6 +89,35 @@ class TestOrder:
         stream = torch.npu.current_stream().npu_stream
         to, at = dst.data_ptr(), src.data_ptr()
         assert out_of_order(lambda: sim.copy_async(to, at, 192, DEVICE_TO_DEVICE, stream), src, dst) > 0
+
+    @pytest.mark.parametrize("mode", ["0", "1", "2"])
+    def test_in_every_mode_of_the_task_queue(self, sim: Simulator, mode: str) -> None:
+        """torch_npu reads it once a process. Kernel and copy engine, on a stream of their own too."""
+        code = f"import sys; sys.path[:] = {sys.path!r}\n{IN_A_MODE}"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"TASK_QUEUE_ENABLE": mode},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0]"
+
+    def test_the_stream_that_an_older_torch_is_asked_for(self, sim: Simulator) -> None:
+        """torch before 2.13 has no handle to ask for; torch_npu's own function gives the same order."""
+        ask = ctypes.CDLL("libtorch_npu.so").aoti_torch_get_current_npu_stream
+        src = torch.zeros(3, 64, dtype=torch.uint8, device="npu")
+        dst = torch.zeros(3, 64, dtype=torch.uint8, device="npu")
+        to, at = dst.data_ptr(), src.data_ptr()
+
+        def copy() -> None:
+            stream = ctypes.c_void_p()
+            assert ask(0, ctypes.byref(stream)) == 0
+            assert sim.copy_async(to, at, 192, DEVICE_TO_DEVICE, stream.value or 0) == 0
+
+        assert out_of_order(copy, src, dst) == 0
 
     def test_on_a_stream_of_ones_own(self) -> None:
         src = torch.zeros(3, 64, dtype=torch.uint8, device="npu")

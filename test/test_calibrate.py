@@ -229,6 +229,7 @@ def test_without_sorts_it_says_so(
     [
         ("cpu", "--device must be an accelerator, cuda or cuda:N: .*, got 'cpu'"),
         ("auto", "--device must be an accelerator, .*, got 'auto'"),
+        ("npu:1", "--device must be an accelerator, .*, got 'npu:1'"),
         ("tpu", "--device must be .*, got 'tpu'"),
     ],
 )

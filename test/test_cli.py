@@ -231,8 +231,8 @@ def test_ctrl_c_before_the_first_request(
         (["--model", "gpt"], "argument --model: invalid choice: 'gpt' .*gqa_8b.*"),
         (["--layout", "rows"], "argument --layout: invalid choice: 'rows' .*layer_first.*"),
         (["--method", "magic"], "argument --method: invalid choice: 'magic' .*kernel.*"),
-        (["--device", "tpu"], "--device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
-        (["--device", "cuda:x"], "--device must be auto, cpu, cuda or cuda:N, got 'cuda:x'"),
+        (["--device", "tpu"], "--device must be auto, cpu, cuda, cuda:N, npu or npu:N, got 'tpu'"),
+        (["--device", "cuda:x"], "--device must be auto, cpu, cuda, cuda:N, npu or npu:N, got 'cuda:x'"),
         (["--unit", "slot", "--layout", "page_head"], "page_head is addressable by page only: .*"),
         (["--plot", "missing/out.png"], "--plot: missing/out.png is no file in an existing folder"),
         (["--plot", "out.txt"], "--plot must name a file such as out.png, got 'out.txt' .*"),
@@ -330,7 +330,7 @@ def test_a_device_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert find_device("cuda:1", command="replay") == torch.device("cuda", 1)
-    with pytest.raises(ValueError, match=r"--device cuda:2: torch sees 2 CUDA device\(s\)\.$"):
+    with pytest.raises(ValueError, match=r"--device cuda:2: torch sees 2 cuda device\(s\)\.$"):
         find_device("cuda:2", command="replay")
 
 

@@ -137,7 +137,7 @@ def _add_replay(commands: Any) -> None:
     )
     add("--layout", choices=LAYOUTS, default="layer_first", help="of the host pool (layer_first)")
     add("--unit", choices=UNITS, default="page", help="what an index addresses (page)")
-    add("--device", default="auto", metavar="auto|cpu|cuda[:N]", help="where to run (auto)")
+    add("--device", default="auto", metavar="auto|cpu|cuda[:N]|npu[:N]", help="where to run (auto)")
     add("--method", choices=METHODS, default="auto", help="of transfer_kv (auto)")
     add(
         "--compute-ms",
@@ -327,9 +327,10 @@ def _summary(result: ReplayResult) -> dict[str, Any]:
 
 
 def _what_was_run(arguments: argparse.Namespace, options: ReplayOptions) -> dict[str, Any]:
-    is_cpu = options.device.type == "cpu"
+    device = options.device
+    is_cpu = device.type == "cpu"
     return {
-        "device": cpu_name() if is_cpu else torch.cuda.get_device_name(options.device),
+        "device": cpu_name() if is_cpu else torch.get_device_module(device).get_device_name(device),
         "backend": backend_of(options.device.type).name,
         "torch": torch.__version__,
         "torch_hicache": torch_hicache.__version__,

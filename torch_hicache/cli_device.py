@@ -9,37 +9,45 @@ import torch_hicache
 
 
 def find_device(name: str, *, command: str) -> torch.device:
-    """The device to run on: "auto", "cpu", "cuda" or "cuda:N".
+    """The device to run on: "auto", "cpu", or "cuda" or "npu", perhaps with a number as in "cuda:1".
 
     Raises:
         ValueError: no such device can be used; a missing backend says how to get it.
     """
-    match = re.fullmatch(r"auto|cpu|cuda(?::([0-9]{1,4}))?", name)
+    match = re.fullmatch(r"auto|cpu|(cuda|npu)(?::([0-9]{1,4}))?", name)
     if not match:
-        raise ValueError(f"[{command}] --device must be auto, cpu, cuda or cuda:N, got '{name}'.")
+        raise ValueError(
+            f"[{command}] --device must be auto, cpu, cuda, cuda:N, npu or npu:N, got '{name}'."
+        )
     if name == "cpu":
         return torch.device("cpu")
-    backend = backend_of("cuda")
-    if not torch.cuda.is_available() or not backend.loaded:
+    has_npu = torch._C._get_privateuse1_backend_name() == "npu"
+    device_type = match[1] or ("npu" if has_npu else "cuda")
+    backend = backend_of(device_type)
+    module = getattr(torch, device_type, None)  # torch.npu comes with torch_npu
+    is_available = module is not None and module.is_available()
+    if module is None or not is_available or not backend.loaded:
         if name == "auto":
-            if torch.cuda.is_available():
+            if is_available:
                 print(f"[{command}] on the CPU: {_why_missing(backend)}", file=sys.stderr)
             return torch.device("cpu")
         why = "torch finds no usable device (see hicache info)."
         raise ValueError(
             f"[{command}] --device {name}: {why if backend.loaded else _why_missing(backend)}"
         )
-    index = int(match[1]) if match[1] else torch.cuda.current_device()
-    if index >= torch.cuda.device_count():
+    index = int(match[2]) if match[2] else module.current_device()
+    if index >= module.device_count():
         raise ValueError(
-            f"[{command}] --device {name}: torch sees {torch.cuda.device_count()} CUDA device(s)."
+            f"[{command}] --device {name}: torch sees {module.device_count()} {device_type} device(s)."
         )
-    return torch.device("cuda", index)
+    return torch.device(device_type, index)
 
 
 def backend_of(device_type: str) -> torch_hicache.Backend:
     """A ROCm torch calls its devices cuda as well."""
-    name = "hip" if device_type == "cuda" and torch.version.hip else device_type
+    name = {"npu": "ascend"}.get(device_type, device_type)
+    if device_type == "cuda" and torch.version.hip:
+        name = "hip"
     return next(backend for backend in torch_hicache.backends() if backend.name == name)
 
 

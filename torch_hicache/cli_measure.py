@@ -48,10 +48,10 @@ def add_calibrate(commands: Any) -> None:
 
 def _run_calibrate(arguments: argparse.Namespace) -> int:
     try:
-        if arguments.device in ("auto", "cpu"):
+        if arguments.device.startswith(("auto", "cpu", "npu")):
             raise ValueError(
-                "[calibrate] --device must be an accelerator, cuda or cuda:N: elsewhere there is one "
-                f"method only, got '{arguments.device}'."
+                "[calibrate] --device must be an accelerator, cuda or cuda:N: elsewhere 'auto' has no "
+                f"table, got '{arguments.device}'."
             )
         device = find_device(arguments.device, command="calibrate")
         rows, sorts = measure_rows(device), measure_sorting(device)

@@ -7,7 +7,7 @@ import abc
 import contextlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,6 +74,12 @@ class HostMemoryKind(abc.ABC):
     def is_default_for(self, device: torch.device) -> bool:
         """Whether "auto" means this kind. Of several, the kind that was added last."""
         return False
+
+    def prepare(self, sizes: Sequence[int], device: torch.device) -> None:  # noqa: B027 - may be nothing
+        """A pool is about to allocate memory of these sizes, in bytes, one after the other.
+
+        MemoryError where they do not fit together; nothing has been allocated then.
+        """
 
     @abc.abstractmethod
     def allocate(self, request: HostRequest) -> HostMemory:

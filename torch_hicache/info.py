@@ -6,6 +6,7 @@ Everything is asked without starting a device: torch's flags, the driver's own t
 import platform
 import shutil
 import subprocess
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,11 @@ def collect_info() -> dict[str, Any]:
             "cuda_of_torch": torch.version.cuda,
             "hip_of_torch": torch.version.hip,
             "cuda_driver": driver,
+            "torch_npu": _version_of("torch-npu"),
+            "memfabric": _version_of("memfabric-hybrid"),
         },
         "backends": [_backend(backend) for backend in torch_hicache.backends()],
-        "devices": [cpu_device(), *cuda_devices()],
+        "devices": [cpu_device(), *cuda_devices(), *npu_devices()],
         "cuda_build": cuda_build_advice(torch_hicache.backends(), driver),
     }
 
@@ -104,6 +107,29 @@ def cuda_devices() -> list[dict[str, Any]]:
             }
         )
     return devices
+
+
+def npu_devices() -> list[dict[str, Any]]:
+    """Ascend devices as torch_npu counts them; the driver names the chip without starting one."""
+    if torch._C._get_privateuse1_backend_name() != "npu":
+        return []
+    return [
+        {
+            "type": "npu",
+            "index": index,
+            "name": torch.npu.get_device_name(index),
+            "memory": "memory not asked for",
+            "link": None,
+        }
+        for index in range(torch.npu.device_count())
+    ]
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def _link(found: dict[str, str]) -> str | None:

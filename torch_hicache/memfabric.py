@@ -2,12 +2,14 @@
 
 Memfabric has one entity a process: one device, and one size that is fixed when it is made. It is made
 with the first allocation, as large as `reserve` has asked for by then, and made anew for a larger request
-while nothing of it is in use. Pools allocate through `empty_host(kind="memfabric")`; an engine with pools
-of its own calls `allocate`, `device_address` and `free`, or `adopt` for memory that it got itself.
+while nothing of it is in use. Pools allocate through `empty_host(kind="memfabric")`, a HostPool after
+`prepare` for all of its buffers together; an engine with pools of its own calls `allocate`,
+`device_address` and `free`, or `adopt` for memory that it got itself.
 """
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -15,11 +17,12 @@ from typing import Any
 import torch
 
 from torch_hicache.host_kinds import HostMemory, HostMemoryKind, HostRequest, register_host_kind
+from torch_hicache.memory_budget import Budget, host_memory_budget
 
 GIB = 1 << 30
 _PAGE = 4096  # Memfabric packs allocations at 16 bytes; a DMA engine wants better
 _PACKAGE = "memfabric_hybrid"
-# Chips whose Memfabric has pages of 1 GiB (Atlas A3).
+# Chips whose Memfabric has pages of 1 GiB (Atlas A3). For others it wants the system's huge pages.
 _GIANT_PAGE_CHIPS = ("Ascend910_93",)
 
 
@@ -84,11 +87,31 @@ class Memfabric:
         with self._lock:
             self._reserved_bytes += _padded(nbytes)
 
-    def allocate(self, nbytes: int, device: torch.device | str) -> MemfabricBlock:
-        """Page-aligned memory that `device` reaches, and that transfer_kv's kernel takes.
+    def prepare(self, sizes: Sequence[int], device: torch.device | str) -> None:
+        """See that allocations of these sizes fit together; nothing is allocated yet.
 
         Raises:
-            MemoryError: it does not fit into the entity, whose size is fixed while it is in use.
+            MemoryError: they do not fit beside what is in use, or into the memory of the machine.
+            RuntimeError, ValueError: as `allocate`.
+        """
+        nbytes = sum(_padded(size) for size in sizes)
+        if nbytes:
+            with self._lock:
+                self._ready(nbytes, torch.empty(0, device=device), host_memory_budget())
+                if nbytes > self._size_bytes - self.used_bytes:
+                    raise self._too_large(nbytes)
+
+    def allocate(
+        self, nbytes: int, device: torch.device | str, *, budget: Budget | None = None
+    ) -> MemfabricBlock:
+        """Page-aligned memory that `device` reaches, and that transfer_kv's kernel takes.
+
+        Args:
+            budget: for the entity, if it is made now; by default what this machine has.
+
+        Raises:
+            MemoryError: it does not fit into the entity, whose size is fixed while it is in use, or the
+                entity does not fit into the budget.
             RuntimeError: Memfabric or its driver is missing or refuses.
             ValueError: `nbytes` is not positive, or the entity belongs to another device.
         """
@@ -96,18 +119,14 @@ class Memfabric:
             raise ValueError(f"[memfabric] nbytes must be positive, got {nbytes}.")
         with self._lock:
             padded = _padded(nbytes)
-            offload = self._ready(padded, torch.empty(0, device=device))
+            offload = self._ready(padded, torch.empty(0, device=device), budget or host_memory_budget())
             raw = offload.malloc(padded)
             if raw % _PAGE:  # behind somebody else's odd size
                 offload.free(raw)
                 padded += _PAGE
                 raw = offload.malloc(padded)
             if raw == 0:
-                raise MemoryError(
-                    f"[memfabric] {nbytes:,} bytes do not fit: of {self._size_bytes:,} bytes "
-                    f"{self.used_bytes:,} are in use. Call torch_hicache.memfabric.reserve() with the "
-                    "size of each pool before the first one is allocated."
-                )
+                raise self._too_large(nbytes)
             address = (raw + _PAGE - 1) // _PAGE * _PAGE
             device_address = offload.get_dva(address)
             try:
@@ -117,6 +136,13 @@ class Memfabric:
                 raise
             self._used_bytes[address] = padded
         return MemfabricBlock(self, raw, address, device_address, nbytes)
+
+    def _too_large(self, nbytes: int) -> MemoryError:
+        return MemoryError(
+            f"[memfabric] {nbytes:,} bytes do not fit: of {self._size_bytes:,} bytes "
+            f"{self.used_bytes:,} are in use. Call torch_hicache.memfabric.reserve() with the "
+            "size of each pool before the first one is allocated."
+        )
 
     def device_address(self, address: int) -> int:
         """Where the device finds a byte of Memfabric memory, whoever allocated it; 0 for others."""
@@ -150,7 +176,7 @@ class Memfabric:
             _offload().free(raw)
             del self._used_bytes[address]
 
-    def _ready(self, nbytes: int, on_device: torch.Tensor) -> ModuleType:
+    def _ready(self, nbytes: int, on_device: torch.Tensor, budget: Budget) -> ModuleType:
         """The module, with an entity in which `nbytes` may fit."""
         offload = _offload()
         known = self._on_device
@@ -160,13 +186,15 @@ class Memfabric:
                 f"{on_device.device}."
             )
         is_new_device = known is None or known.device != on_device.device
-        wanted = max(self._reserved_bytes, nbytes)
+        wanted = (max(self._reserved_bytes, nbytes) + GIB - 1) // GIB * GIB  # what Memfabric rounds to
         if self._size_bytes and not self._used_bytes and (wanted > self._size_bytes or is_new_device):
             offload.uninitialize()
             self._size_bytes = 0
         self._on_device = on_device
         if self._size_bytes == 0:
-            self._size_bytes = _create(offload, on_device.device, wanted)
+            budget.check("memfabric", wanted)
+            _create(offload, on_device.device, wanted)
+            self._size_bytes = wanted
         return offload
 
 
@@ -185,25 +213,25 @@ def _offload() -> ModuleType:
     return offload
 
 
-def _create(offload: Any, device: torch.device, nbytes: int) -> int:
-    """Make the entity of whole GiB; its size."""
+def _create(offload: Any, device: torch.device, size_bytes: int) -> None:
+    """Make the entity."""
     config = offload.OffloadConfig()
     config.device_id = device.index
     config.scene = offload.Scene.LOCAL
-    size_bytes = (nbytes + GIB - 1) // GIB * GIB
     config.reserve_size = config.alloc_size = size_bytes  # must be equal for one process alone
     if torch.npu.get_device_name(device.index).startswith(_GIANT_PAGE_CHIPS):
         config.flags = int(offload.OFFLOAD_FLAG_GIANT_PAGE)
     if offload.initialize(config) != 0:
         raise RuntimeError(
             f"[memfabric] Memfabric refused an entity of {size_bytes:,} bytes on {device}: it needs that "
-            "much free host memory, an Ascend driver that it knows, and its kernels built "
-            "(docs/ascend.md). Its log says more: memfabric_hybrid.set_log_level(0)."
+            "much free host memory (for chips without giant pages in /proc/sys/vm/nr_hugepages), an "
+            "Ascend driver that it knows, and its kernels built (docs/ascend.md). Its log says more: "
+            "memfabric_hybrid.set_log_level(0)."
         )
-    return size_bytes
 
 
 _entity = Memfabric()
+prepare = _entity.prepare
 allocate = _entity.allocate
 device_address = _entity.device_address
 reserve = _entity.reserve
@@ -234,9 +262,11 @@ class MemfabricKind(HostMemoryKind):
     def is_default_for(self, device: torch.device) -> bool:
         return device.type == "npu" and not self.refusal(device)
 
+    def prepare(self, sizes: Sequence[int], device: torch.device) -> None:
+        _entity.prepare(sizes, device)
+
     def allocate(self, request: HostRequest) -> HostMemory:
-        request.budget().check("empty_host", request.nbytes)
-        block = allocate(request.nbytes, request.device)
+        block = _entity.allocate(request.nbytes, request.device, budget=request.budget())
         return HostMemory(block.address, request.nbytes, block.free)
 
 

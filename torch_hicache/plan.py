@@ -110,7 +110,7 @@ def set_method_table(device: torch.device | str, table: MethodTable) -> None:
     one method, and nothing to decide.
 
     Raises:
-        ValueError: a negative value, or less than one staging buffer of 64 KiB.
+        ValueError: a negative value, less than one staging buffer of 64 KiB, or an NPU: it has no table.
     """
     on_device = torch.empty(0, device=device)
     torch.ops.hicache.set_method_table(on_device, table.values())

@@ -10,6 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from torch_hicache.host_kinds import choose_kind
 from torch_hicache.host_memory import device_view, empty_host
 from torch_hicache.layout import UNITS, PlaneSpec, PoolShape
 from torch_hicache.memory_budget import host_memory_budget
@@ -382,6 +383,11 @@ class HostPool(Pool):
             groups.setdefault((spec.row_shape, spec.dtype), []).append(i)
         self._buffers = []
         places: dict[int, tuple[int, int]] = {}
+        sizes = [
+            len(group) * self.num_layers * self.num_slots * self.specs[group[0]].row_bytes
+            for group in groups.values()
+        ]
+        choose_kind(kind, self.device).prepare(sizes, self.device)
         for group in groups.values():
             spec, shape = self.specs[group[0]], self._shapes[group[0]]
             layers_together = 1 if layout == "layer_first" else self.num_layers

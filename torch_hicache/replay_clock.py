@@ -1,7 +1,7 @@
 """The times of a replay: of its transfers, and of a forward pass that is played beside them.
 
-On CUDA events on the streams tell them, once the device has passed them; on the CPU the clock of the
-thread that works.
+On an accelerator events on the streams tell them, once the device has passed them; on the CPU the clock
+of the thread that works.
 """
 
 import time
@@ -37,15 +37,16 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # A deque, since the threads of an engine add to it.
-        self._pending: deque[tuple[Any, str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        # The last two are events. A deque, since the threads of an engine add to it.
+        self._pending: deque[tuple[Any, str, Any, Any]] = deque()
 
     def mark(self) -> Any:
         """Here in the work of the calling thread's current stream."""
         if self._device.type == "cpu":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        module = torch.get_device_module(self._device)
+        event = module.Event(enable_timing=True)
+        event.record(module.current_stream(self._device))
         return event
 
     def add(self, total: Any, name: str, start: Any, end: Any) -> None:
@@ -164,6 +165,8 @@ class ForwardPass:
 def _delay(device: torch.device, seconds: float) -> Callable[[], None]:
     if device.type == "cpu":
         return partial(time.sleep, seconds)
+    if device.type != "cuda":
+        raise ValueError(f"[replay] a forward pass can't be played on {device}; leave out --compute-ms.")
     with torch.cuda.device(device):
         for _ in range(2):  # the first one loads the kernel
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

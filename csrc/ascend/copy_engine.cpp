@@ -24,8 +24,19 @@ struct Rectangle {
 
 class Copier {
  public:
-  Copier(CopyKind kind, int32_t device_index, void* stream, bool is_pageable)
-      : kind_(kind), device_index_(device_index), stream_(stream), is_pageable_(is_pageable) {}
+  // A rehearsal counts, and calls no driver. `seams` ascend.
+  Copier(CopyKind kind, int32_t device_index, void* stream, bool is_pageable, bool is_rehearsal,
+         std::vector<const char*> seams)
+      : kind_(kind),
+        device_index_(device_index),
+        stream_(stream),
+        is_pageable_(is_pageable),
+        is_rehearsal_(is_rehearsal),
+        seams_(std::move(seams)) {}
+
+  const CopyCounts& counts() const {
+    return counts_;
+  }
 
   void add(const Rectangle& part) {
     if (part.height > 1 && part.dst_stride == part.width && part.src_stride == part.width)
@@ -41,7 +52,11 @@ class Copier {
       return;
     if (!copy_batch())
       for (size_t i = 0; i < dsts_.size(); ++i)
-        check_acl(driver().memcpy_async(dsts_[i], sizes_[i], srcs_[i], sizes_[i], kind_, stream_),
+        check_acl(submit(1,
+                         [&] {
+                           return driver().memcpy_async(dsts_[i], sizes_[i], srcs_[i], sizes_[i], kind_,
+                                                        stream_);
+                         }),
                   "aclrtMemcpyAsync");
     dsts_.clear();
     srcs_.clear();
@@ -49,10 +64,35 @@ class Copier {
   }
 
  private:
+  template <typename Call>
+  int submit(int64_t rows, const Call& call) {
+    counts_.rows += rows;
+    ++counts_.submissions;
+    return is_rehearsal_ ? 0 : call();
+  }
+
+  // The first seam strictly inside the host's side of a copy; null without one.
+  const char* seam_in(const char* dst, const char* src, int64_t nbytes) const {
+    const char* begin = kind_ == kHostToDevice ? src : dst;
+    const auto seam = std::upper_bound(seams_.begin(), seams_.end(), begin);
+    return seam != seams_.end() && *seam < begin + nbytes ? *seam : nullptr;
+  }
+
   void add_row(char* dst, const char* src, int64_t nbytes) {
+    while (const char* seam = seam_in(dst, src, nbytes)) {
+      const int64_t piece = seam - (kind_ == kHostToDevice ? src : dst);
+      add_whole_row(dst, src, piece);
+      dst += piece;
+      src += piece;
+      nbytes -= piece;
+    }
+    add_whole_row(dst, src, nbytes);
+  }
+
+  void add_whole_row(char* dst, const char* src, int64_t nbytes) {
     const auto size = static_cast<size_t>(nbytes);
     if (is_pageable_) {
-      check_acl(driver().memcpy(dst, size, src, size, kind_), "aclrtMemcpy");
+      check_acl(submit(1, [&] { return driver().memcpy(dst, size, src, size, kind_); }), "aclrtMemcpy");
       return;
     }
     dsts_.push_back(dst);
@@ -68,10 +108,15 @@ class Copier {
         kind_ == kDeviceToDevice || part.dst_stride < part.width || part.src_stride < part.width ||
         driver().memcpy_2d_async == nullptr)
       return false;
+    const int64_t stride = kind_ == kHostToDevice ? part.src_stride : part.dst_stride;
+    if (seam_in(part.dst, part.src, (part.height - 1) * stride + part.width) != nullptr)
+      return false;
     flush();
-    const int status = driver().memcpy_2d_async(
-        part.dst, static_cast<size_t>(part.dst_stride), part.src, static_cast<size_t>(part.src_stride),
-        static_cast<size_t>(part.width), static_cast<size_t>(part.height), kind_, stream_);
+    const int status = submit(part.height, [&] {
+      return driver().memcpy_2d_async(part.dst, static_cast<size_t>(part.dst_stride), part.src,
+                                      static_cast<size_t>(part.src_stride), static_cast<size_t>(part.width),
+                                      static_cast<size_t>(part.height), kind_, stream_);
+    });
     if (is_not_supported(status))
       return false;
     check_acl(status, "aclrtMemcpy2dAsync");
@@ -88,8 +133,10 @@ class Copier {
     attribute.src_id = kind_ == kHostToDevice ? 0 : device;
     attribute.src_type = kind_ == kHostToDevice ? kLocationHost : kLocationDevice;
     size_t first_use = 0, failed = 0;
-    const int status = driver().memcpy_batch_async(dsts_.data(), sizes_.data(), srcs_.data(), sizes_.data(),
-                                                   dsts_.size(), &attribute, &first_use, 1, &failed, stream_);
+    const int status = submit(static_cast<int64_t>(dsts_.size()), [&] {
+      return driver().memcpy_batch_async(dsts_.data(), sizes_.data(), srcs_.data(), sizes_.data(), dsts_.size(),
+                                         &attribute, &first_use, 1, &failed, stream_);
+    });
     if (is_not_supported(status))
       return false;
     check_acl(status, "aclrtMemcpyBatchAsync");
@@ -100,6 +147,9 @@ class Copier {
   int32_t device_index_;
   void* stream_;
   bool is_pageable_;
+  bool is_rehearsal_;
+  std::vector<const char*> seams_;
+  CopyCounts counts_;
   std::vector<void*> dsts_, srcs_;
   std::vector<size_t> sizes_;
 };
@@ -146,6 +196,28 @@ bool has_pageable_memory(const TransferArgs& args, CopyKind kind) {
                      [](const Extent& extent) { return kind_of(extent.begin) == HostMemory::kPageable; });
 }
 
+// Pinned memory is registered in pieces where it is large.
+std::vector<const char*> seams_of(const TransferArgs& args, CopyKind kind) {
+  std::vector<const char*> seams;
+  if (kind != kDeviceToDevice)
+    for (const Extent& extent : kind == kHostToDevice ? args.src_extents : args.dst_extents)
+      for (const char* seam : registration_seams(extent.begin, extent.end))
+        seams.push_back(seam);
+  std::sort(seams.begin(), seams.end());
+  return seams;
+}
+
+CopyCounts copy(const TransferArgs& args, CopyKind kind, bool is_pageable, void* stream, bool is_rehearsal) {
+  Copier copier(kind, args.device.index, stream, is_pageable, is_rehearsal, seams_of(args, kind));
+  const std::vector<SlotRun> runs = slot_runs(args);
+  for (const PlaneGroup& group : args.groups)
+    for (const PlaneAddress& plane : group.planes)
+      for (const SlotRun& run : runs)
+        add_run(copier, group, plane, run);
+  copier.flush();
+  return copier.counts();
+}
+
 }  // namespace
 
 void copy_by_engine(const TransferArgs& args) {
@@ -154,13 +226,12 @@ void copy_by_engine(const TransferArgs& args) {
   void* stream = current_stream(args.device.index);
   if (is_pageable)  // the driver's copies from such memory keep no order with the stream
     check_acl(driver().synchronize_stream(stream), "aclrtSynchronizeStream");
-  Copier copier(kind, args.device.index, stream, is_pageable);
-  const std::vector<SlotRun> runs = slot_runs(args);
-  for (const PlaneGroup& group : args.groups)
-    for (const PlaneAddress& plane : group.planes)
-      for (const SlotRun& run : runs)
-        add_run(copier, group, plane, run);
-  copier.flush();
+  (void)copy(args, kind, is_pageable, stream, /*is_rehearsal=*/false);
+}
+
+CopyCounts count_copies(const TransferArgs& args) {
+  const CopyKind kind = kind_of_call(args);
+  return copy(args, kind, has_pageable_memory(args, kind), nullptr, /*is_rehearsal=*/true);
 }
 
 }  // namespace hicache

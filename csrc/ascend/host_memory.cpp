@@ -1,10 +1,10 @@
 #include "host_memory.h"
 
-#include <map>
 #include <mutex>
-#include <shared_mutex>
+#include <set>
 #include <stdexcept>
 
+#include "../host_registrations.h"
 #include "backend.h"
 #include "runtime.h"
 
@@ -13,36 +13,32 @@ namespace {
 
 constexpr int kRegisterMapped = 0;  // ACL_HOST_REGISTER_MAPPED
 
-struct Registration {
-  size_t nbytes;
-  const char* device_address;
-  bool is_registered_here;  // with the driver, and undone by us
-};
-
-// By host address. Never destroyed: tensors may outlive static objects.
-struct Registry {
-  std::shared_mutex mutex;
-  std::map<const char*, Registration> by_host;
-};
-
-Registry& registry() {
-  static auto* instance = new Registry;
+// Never destroyed: tensors may outlive static objects.
+HostRegistrations& registrations() {
+  static auto* instance = new HostRegistrations;
   return *instance;
 }
 
-void add(const char* host, const Registration& registration) {
-  const std::unique_lock<std::shared_mutex> lock(registry().mutex);
-  registry().by_host[host] = registration;
-}
+// Of these, memory that somebody else mapped, which is not ours to undo with the driver.
+class MappedByOthers {
+ public:
+  void add(const char* host) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    addresses_.insert(host);
+  }
+  bool remove(const char* host) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return addresses_.erase(host) != 0;
+  }
 
-const Registration* find(const char* begin, const char* end, const char*& host) {
-  const auto& known = registry().by_host;
-  auto after = known.upper_bound(begin);
-  if (after == known.begin())
-    return nullptr;
-  --after;
-  host = after->first;
-  return end <= host + after->second.nbytes ? &after->second : nullptr;
+ private:
+  std::mutex mutex_;
+  std::set<const char*> addresses_;
+};
+
+MappedByOthers& mapped_by_others() {
+  static auto* instance = new MappedByOthers;
+  return *instance;
 }
 
 }  // namespace
@@ -55,29 +51,25 @@ void register_host_memory(const Tensor& on_device, int64_t address, int64_t nbyt
   void* device = nullptr;
   check_acl(driver().host_register(host, static_cast<uint64_t>(nbytes), kRegisterMapped, &device),
             "aclrtHostRegister");
-  add(static_cast<const char*>(host), {static_cast<size_t>(nbytes), static_cast<const char*>(device), true});
+  registrations().add(static_cast<const char*>(host), static_cast<size_t>(nbytes),
+                      static_cast<const char*>(device));
 }
 
 void map_host_memory(const Tensor&, int64_t address, int64_t nbytes, int64_t device_address) {
-  add(reinterpret_cast<const char*>(address),
-      {static_cast<size_t>(nbytes), reinterpret_cast<const char*>(device_address), false});
+  const char* host = reinterpret_cast<const char*>(address);
+  mapped_by_others().add(host);
+  registrations().add(host, static_cast<size_t>(nbytes), reinterpret_cast<const char*>(device_address));
 }
 
 // Waits for the device first: a transfer that still uses the memory must not lose it.
 void unregister_host_memory(const Tensor& on_device, int64_t address) {
   const torch::stable::accelerator::DeviceGuard guard(on_device.get_device_index());
   const char* host = reinterpret_cast<const char*>(address);
-  bool is_registered_here;
-  {
-    const std::unique_lock<std::shared_mutex> lock(registry().mutex);
-    const auto at = registry().by_host.find(host);
-    if (at == registry().by_host.end())
-      throw std::invalid_argument("[host_memory] this memory was not registered here.");
-    is_registered_here = at->second.is_registered_here;
-    registry().by_host.erase(at);
-  }
+  if (!registrations().remove(host))
+    throw std::invalid_argument("[host_memory] this memory was not registered here.");
+  const bool is_others = mapped_by_others().remove(host);
   check_acl(driver().synchronize_device(), "aclrtSynchronizeDevice");
-  if (is_registered_here)
+  if (!is_others)
     check_acl(driver().host_unregister(const_cast<char*>(host)), "aclrtHostUnregister");
 }
 
@@ -92,13 +84,13 @@ int64_t host_device_address(const Tensor&, int64_t address, int64_t nbytes) {
 }
 
 const char* AscendHostMemoryMap::device_address(const char* begin, const char* end) const {
-  const std::shared_lock<std::shared_mutex> lock(registry().mutex);
-  const char* host;
-  const Registration* registration = find(begin, end, host);
-  if (registration == nullptr)
-    return nullptr;
-  has_translated |= registration->device_address != host;
-  return registration->device_address + (begin - host);
+  const char* device = registrations().device_address(begin, end);
+  has_translated |= device != nullptr && device != begin;
+  return device;
+}
+
+std::vector<const char*> registration_seams(const char* begin, const char* end) {
+  return registrations().seams(begin, end);
 }
 
 HostMemory kind_of(const void* host) {

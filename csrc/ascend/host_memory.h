@@ -13,6 +13,9 @@ class AscendHostMemoryMap : public HostMemoryMap {
   mutable bool has_translated = false;
 };
 
+// Host addresses inside [begin, end) at which a registration begins or ends: no copy goes over one.
+std::vector<const char*> registration_seams(const char* begin, const char* end);
+
 enum class HostMemory { kPageable, kPinned };
 // What the copy engine may assume of memory that tensors call the CPU's.
 HostMemory kind_of(const void* host);

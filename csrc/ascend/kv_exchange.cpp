@@ -8,7 +8,8 @@
 #include <cstring>
 #include <limits>
 
-#include "device_state.h"
+#include "chip.h"
+#include "error_records.h"
 #include "kv_exchange_params.h"
 #include "runtime.h"
 
@@ -154,7 +155,7 @@ const std::string& missing_kernel() {
 void exchange_rows(const TransferArgs& args) {
   const int32_t device_index = args.device.index;
   const Chip& chip = chip_of(device_index);
-  const ErrorSink sink = next_error_sink(device_index);
+  const ErrorSink sink = next_error_sink(device_index, current_stream(device_index));
   const bool may_report = !args.has_cpu_indices();
   Params params(args);
   std::vector<int64_t>& words = params.words();
@@ -193,7 +194,7 @@ void exchange_rows(const TransferArgs& args) {
       kernel().launch(num_blocks(args, chip, words[kBufferBytes]), stream, on_device.data_ptr());
   check_acl(static_cast<int>(status), "launching the copy kernel");
   if (may_report)
-    fetch_errors(device_index, stream);
+    fetch_errors(sink, stream);
 }
 
 }  // namespace hicache

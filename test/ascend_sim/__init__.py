@@ -1,7 +1,9 @@
 """The simulated driver's functions, and what tests may do to it, through ctypes."""
 
 import ctypes
+import gc
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -85,11 +87,28 @@ class Simulator:
     @contextmanager
     def held(self) -> Iterator[None]:
         """No stream starts anything meanwhile."""
+        gc.disable()  # host memory that is collected meanwhile would wait for ever
         self.lib.sim_hold(1)
         try:
             yield
         finally:
             self.lib.sim_hold(0)
+            gc.enable()
+
+    @contextmanager
+    def blocked(self, stream: int) -> Iterator[None]:
+        """One stream does nothing of what is submitted meanwhile; the others go on."""
+        gc.disable()
+        reached, gate = threading.Event(), threading.Event()
+        work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: (reached.set(), gate.wait(60), None)[-1])
+        assert self.lib.aclrtLaunchHostFunc(ctypes.c_void_p(stream), work, None) == SUCCESS
+        assert reached.wait(60)
+        try:
+            yield
+        finally:
+            gate.set()
+            gc.enable()
+            self.lib.aclrtSynchronizeStream(ctypes.c_void_p(stream))  # `work` must live until it has run
 
     @contextmanager
     def capturing(self) -> Iterator[None]:

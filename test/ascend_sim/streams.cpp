@@ -368,6 +368,7 @@ SIM_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
   return sim::kSuccess;
 }
 SIM_API aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus* status) {
+  SIM_ENTER();
   *status = sim::is_done(event) ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return sim::kSuccess;
 }
