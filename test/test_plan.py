@@ -204,7 +204,8 @@ def test_stretches_that_meet_are_seen_as_duplicates(direction: str, begins: tupl
     others = torch.arange(len(slots)) + 1000
     pair = (others, slots) if direction == "load" else (slots, others)
     found = plan(direction, *pair, method="kernel")
-    assert found.bytes == len(slots.unique()) * plan(direction, RUN, RUN, method="kernel").bytes // len(RUN)
+    of_a_slot = plan(direction, RUN, RUN, method="kernel").bytes // len(RUN)
+    assert found.bytes == len(slots.unique()) * of_a_slot
 
 
 @pytest.mark.parametrize("direction", ["load", "store"])

@@ -21,9 +21,9 @@ DIRECTIONS = ("load", "store")
 MEASURED_METHODS = ("kernel", "copy_engine", "staged")
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
-# A method that leaves the compute units alone is preferred from this share of the kernel's rate on. It must
-# not be less: the mean row of a call hides smaller ones. On an H200 rows of 64 KiB, half of them neighbours
-# (128 KiB in the mean), reached 0.8 of the kernel's rate staged, where rows of 96 KiB alone reach 0.95.
+# A method that leaves the compute units alone is preferred from this share of the kernel's rate on. It
+# must not be less: the mean row of a call hides smaller ones. On an H200 rows of 64 KiB, half of them
+# neighbours (128 KiB in the mean), had 0.8 of the kernel's rate staged, where rows of 96 KiB alone had 0.95.
 _ENOUGH = 0.98
 # Sorting must gain this much: it takes compute units, and rows that come in runs have less to gain.
 _PAYS = 1.1
@@ -110,12 +110,13 @@ def measure_rows(
     methods: Sequence[str] = MEASURED_METHODS,
     row_sizes: Sequence[int] = _ROW_BYTES,
     nbytes: int = _ROWS_BYTES,
+    *,
     span_bytes: int | None = None,
     seconds_of: Callable[[torch.device, Callable[[], object]], float] | None = None,
 ) -> list[RowRate]:
     """Random rows of a host buffer of `span_bytes` (4 GiB, or what fits) to and from random rows of a
-    device buffer: no two are neighbours, so that each is a row for the copy engine too. `seconds_of` times
-    a call; without it events do."""
+    device buffer: no two are neighbours, so that each is a row for the copy engine too. `seconds_of`
+    times a call; without it events do."""
     if span_bytes is None:
         span_bytes = min(_ROWS_SPAN_BYTES, available_memory() // 4)
     span_bytes = max(span_bytes, 2 * nbytes)

@@ -89,7 +89,7 @@ def examine(device: torch.device, *, nbytes: int, save: Save = lambda report: No
     methods = [method for method in METHODS[1:] if _serves(device, method)]
     report["link_gbps"] = link_rates(device, nbytes)
     sizes = [size for size in ROW_BYTES if size <= nbytes]
-    rates = measure_rows(device, methods, sizes, nbytes, wall_seconds)
+    rates = measure_rows(device, methods, sizes, nbytes, seconds_of=wall_seconds)
     report["rates"] = [dataclasses.asdict(rate) for rate in rates]
     report["seconds"] = round(time.monotonic() - start, 1)
     report["finished"], report["running"] = True, ""

@@ -211,7 +211,7 @@ class ChunkTransfers:
                 len(slots) * sum(view.shape[1] for view in self._views[group][0])
                 for group, _, slots in moves
             )
-            stream.wait_event(self._runtime.record_current())
+            stream.begin(job.nbytes, [self._runtime.record_current()])
             stream.run(partial(self._move, job, moves))
         except Exception as error:
             self._fail(job, error)
