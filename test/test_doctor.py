@@ -103,7 +103,7 @@ def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is what a kernel could do wrong; the check named with it sees it."""
     transfer, name = FAULTS[fault]
     spoil(monkeypatch, transfer)
-    monkeypatch.setattr(doctor, "measure_rows", lambda *args: [])
+    monkeypatch.setattr(doctor, "measure_rows", lambda *args, **keywords: [])
     monkeypatch.setattr(doctor, "_methods_for", lambda place: ["kernel"])
     report = doctor.examine(CPU, nbytes=1 << 16)
     found = named(report, name)

@@ -23,7 +23,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 # A method that leaves the compute units alone is preferred from this share of the kernel's rate on. It
 # must not be less: the mean row of a call hides smaller ones. On an H200 rows of 64 KiB, half of them
-# neighbours (128 KiB in the mean), had 0.8 of the kernel's rate staged, where rows of 96 KiB alone had 0.95.
+# neighbours (128 KiB in the mean), had 0.8 of the kernel's rate staged; rows of 96 KiB alone had 0.95.
 _ENOUGH = 0.98
 # Sorting must gain this much: it takes compute units, and rows that come in runs have less to gain.
 _PAYS = 1.1
