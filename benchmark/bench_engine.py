@@ -81,8 +81,9 @@ def bench_history(link: dict[str, float], requests: Sequence[Request]) -> Result
                 results.append(
                     {
                         "section": "history",
-                        "case": f"{size}, {plan.method}",
+                        "case": size,
                         "direction": direction,
+                        "first_method": plan.method,
                         "mean_run": sum(map(len, transfers)) / runs,
                         "gbps": rate,
                         "of_link": rate / link[direction],

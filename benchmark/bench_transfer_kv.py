@@ -13,6 +13,7 @@ import argparse
 import ctypes
 import functools
 import json
+import os
 import platform
 import shutil
 import statistics
@@ -401,9 +402,10 @@ def machine() -> dict[str, str]:
     if torch.cuda.is_available():
         facts["device"] = torch.cuda.get_device_name()
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        facts["driver"] = subprocess.run(
-            query, capture_output=True, text=True, check=False
-        ).stdout.strip()
+        drivers = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        facts["driver"] = drivers.partition("\n")[0]
+        count = torch.cuda.device_count()
+        facts["host"] = f"with {count} GPU{'s' * (count > 1)} and {os.cpu_count()} cores"
     return facts
 
 

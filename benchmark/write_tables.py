@@ -36,9 +36,9 @@ def cell(row: Row | None, form: str) -> str:
 def device_tables(record: Row) -> list[str]:
     machine, link, results = record["machine"], record["link_gbps"], record["results"]
     lines = [
-        f"One {machine['device']}, driver {machine['driver']}, torch {machine['torch']}, commit "
-        f"{machine['commit']}. CE is one cudaMemcpyAsync of 1 GiB pinned memory in the same run: "
-        f"{link['load']:.1f} GB/s load, {link['store']:.1f} GB/s store.",
+        f"One {machine['device']} (host {machine['host']}), driver {machine['driver']}, torch "
+        f"{machine['torch']}, commit {machine['commit']}. CE is one cudaMemcpyAsync of 1 GiB pinned "
+        f"memory in the same run: {link['load']:.1f} GB/s load, {link['store']:.1f} GB/s store.",
         "",
         "`kernel` method, random slots, all planes in one call:",
         "",
@@ -100,7 +100,7 @@ def cpu_table(record: Row) -> list[str]:
 
 
 def origin(record: Row) -> str:
-    return "{device}, torch {torch}, commit {commit}".format(**record["machine"])
+    return "{device}, host {host}, torch {torch}, commit {commit}".format(**record["machine"])
 
 
 def method_tables(record: Row) -> list[str]:
@@ -182,12 +182,13 @@ def memory_table(record: Row) -> list[str]:
 
 def target_table(records: list[Row]) -> list[str]:
     """What was aimed at, beside what was measured."""
-    results = [row for record in records for row in record["results"]]
-    rows = [[t.what, t.target, t.measured(results), t.peer] for t in TARGETS]
-    places = sorted({origin(record) for record in records})
+    rows = [[t.what, t.target, t.measured(records), t.peer] for t in TARGETS]
+    machine = records[0]["machine"]
+    commits = ", ".join(sorted({record["machine"]["commit"] for record in records}))
     return [
-        f"{'; '.join(places)}. Load / store; CE is one cudaMemcpyAsync of 1 GiB pinned memory in the "
-        "same run. All figures: [docs/figures.md](docs/figures.md).",
+        f"{machine['device']}, torch {machine['torch']}, at commits {commits}. Load / store; CE is one "
+        "cudaMemcpyAsync of 1 GiB pinned memory in the same run. All figures, and which run they are of: "
+        "[docs/figures.md](docs/figures.md).",
         "",
         *table(["what", "target", "measured", "best peer"], rows),
     ]
@@ -199,8 +200,7 @@ def replace_tables(path: Path, lines: list[str]) -> None:
     path.write_text(before + BEGIN + "\n\n" + "\n".join(lines) + "\n" + END + after)
 
 
-def main() -> int:
-    records = [json.loads(Path(path).read_text()) for path in sys.argv[1:]]
+def figure_tables(records: list[Row]) -> list[str]:
     lines: list[str] = []
     for record in records:
         sections = {row["section"] for row in record["results"]}
@@ -210,7 +210,12 @@ def main() -> int:
             lines += cpu_table(record)
         if "rows" not in sections:
             lines += method_tables(record) + time_table(record) + memory_table(record)
-    replace_tables(ROOT / "docs" / "figures.md", lines)
+    return lines
+
+
+def main() -> int:
+    records = [json.loads(Path(path).read_text()) for path in sys.argv[1:]]
+    replace_tables(ROOT / "docs" / "figures.md", figure_tables(records))
     replace_tables(ROOT / "README.md", target_table(records))
     return 0
 

@@ -20,7 +20,7 @@ Direction direction_of(const TransferArgs& args, bool (*is_host_memory)(const vo
 // the copy engine is slower than a kernel; above them it is as fast, and the model does not feel it.
 struct MethodTable {
   int64_t copy_engine_min_row_bytes[2] = {int64_t{256} << 10, int64_t{256} << 10};  // load, store
-  int64_t staged_min_row_bytes[2] = {int64_t{256} << 10, int64_t{256} << 10};       // load, store
+  int64_t staged_min_row_bytes[2] = {int64_t{96} << 10, int64_t{96} << 10};         // load, store
   int64_t min_bytes = int64_t{4} << 20;  // of a call; smaller ones are a matter of latency, and a kernel's
   int64_t sort_min_span_bytes = int64_t{1} << 30;  // of a host pool whose scattered rows suffer; 0: none does
   // Of one buffer of the ring. A kernel of the model may hold all SMs for a millisecond and more, in which the

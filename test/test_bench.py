@@ -1,5 +1,6 @@
 """`hicache bench`: which scripts run, what is gathered, what is drawn."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -191,3 +192,19 @@ def test_what_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert [label.get_text() for label in gemm.get_yticklabels()] == ["kernel", "staged"]
     bars = {bars.get_label(): [bar.get_width() for bar in bars] for bars in gemm.containers}
     assert bars == {"load": [25.0, -12.5], "store": [50.0]}
+
+
+def test_the_tables_are_what_the_script_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every target has its figure, and nobody has touched a table by hand."""
+    root = Path(__file__).parent.parent
+    monkeypatch.syspath_prepend(root / "benchmark")
+    tables = importlib.import_module("write_tables")
+    first = root / "benchmark" / "results" / "h200.json"
+    paths = [first, *sorted(first.parent.glob("h200_*.json"))]
+    records = [json.loads(path.read_text()) for path in paths]
+    for name, lines in (
+        ("README.md", tables.target_table(records)),
+        ("docs/figures.md", tables.figure_tables(records)),
+    ):
+        assert "\n".join(lines) in (root / name).read_text(), f"run benchmark/write_tables.py for {name}"
+    assert not any("not measured" in line for line in tables.target_table(records))

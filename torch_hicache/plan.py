@@ -54,7 +54,7 @@ class MethodTable:
     """
 
     copy_engine_min_row_bytes: tuple[int, int] = (256 << 10, 256 << 10)
-    staged_min_row_bytes: tuple[int, int] = (256 << 10, 256 << 10)
+    staged_min_row_bytes: tuple[int, int] = (96 << 10, 96 << 10)
     min_bytes: int = 4 << 20
     sort_min_span_bytes: int = 1 << 30
     staging_bytes: int = 96 << 20
