@@ -330,27 +330,134 @@ def test_a_closed_stream_has_nothing_left_to_submit(machine: Machine) -> None:
     assert not flusher.is_alive()
 
 
-@pytest.mark.parametrize("machine", ["thread"], indirect=True)
+def failing(monkeypatch: pytest.MonkeyPatch, what: str) -> Any:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    patch = monkeypatch.context()
+    patch.__enter__().setattr(StandInStream, what, fail)
+    return patch
+
+
 def test_nothing_follows_a_wait_that_failed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its wait a transfer would run too early. The stream takes no more."""
+    """Without its wait a transfer would run too early. The next one is a new one, also the other way."""
     pools = make_pools()
     model = Model(*pools)
     with device_engine(machine, pools) as engine:
-
-        def fail(*_: object) -> None:
-            raise RuntimeError("the device is lost")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(StandInStream, "wait_event", fail)
-            ticket = engine.load(H, D)
-            with pytest.raises(RuntimeError, match="the device is lost"):
-                ticket.wait()
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="the stream of a transfer has failed"):
-                engine.load(H, D).wait()
+        patch = failing(monkeypatch, "wait_event")
+        ticket = engine.load(H, D, layers="all")
         with pytest.raises(RuntimeError, match="the device is lost"):
-            ticket.wait_layer(LAYERS[0])
+            ticket.wait()
+        patch.__exit__(None, None, None)
+        for layer in LAYERS:
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                ticket.wait_layer(layer)
+        model.compare()
+        engine.store(D, H).wait()
+        engine.load(H, D).wait()
+    model.store(D, H)
+    model.load(H, D)
     model.compare()
+
+
+@pytest.mark.parametrize("machine", ["thread"], indirect=True)
+def test_a_transfer_that_was_not_submitted_is_over_when_what_ran_is(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers that were submitted still run: their slots come back when the device has finished."""
+    pools = make_pools()
+    with device_engine(machine, pools, group_bytes=1) as engine:
+        slots = pools[0].allocate(3)
+        machine.idle.clear()
+        run = streams.DeviceStream._run
+        calls = []
+
+        def run_once(stream: streams.DeviceStream, work: Any) -> None:
+            calls.append(work)
+            if len(calls) == 2:
+                raise RuntimeError("no memory for it")
+            run(stream, work)
+
+        monkeypatch.setattr(streams.DeviceStream, "_run", run_once)
+        ticket = engine.load(H, slots, layers="all")
+        engine._streams["load"]._submitter.put(lambda: None)
+        pools[0].free(slots)
+        waiter = threading.Thread(target=lambda: pytest.raises(RuntimeError, ticket.wait))
+        waiter.start()
+        waiter.join(0.2)
+        assert not ticket.done(), "the device still runs the first layer"
+        assert pools[0].available == DEVICE_SLOTS - 3
+        machine.idle.set()
+        waiter.join(10)
+        with pytest.raises(RuntimeError, match="no memory for it"):
+            ticket.wait()
+        assert ticket.done()
+        assert pools[0].available == DEVICE_SLOTS
+        assert len(calls) == 2, "the layers behind it were not tried"
+
+
+@pytest.mark.parametrize("machine", ["thread"], indirect=True)
+def test_records_behind_the_newest_event_are_work_too(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record for captured graphs follows the last event: a flush waits for it, and so does a small load."""
+    gate = threading.Event()
+
+    class External:
+        name, recorded = "the layer's event", ""
+
+        def __init__(self, *, external: bool) -> None:
+            self.records = 0
+
+        def record(self) -> None:
+            if self.records:
+                assert gate.wait(60)
+            self.recorded, self.records = machine.current, self.records + 1
+            machine.log.append("load records the layer")
+
+    monkeypatch.setattr(torch.cuda, "Event", External)
+    monkeypatch.setattr(torch.cuda, "current_stream", torch.accelerator.current_stream)
+    with device_engine(machine, make_pools((0, 1))) as engine:
+        machine.capturing = True
+        torch.ops.hicache.wait_layer([], engine.handle, 1)
+        machine.capturing = False
+        big = threading.Thread(target=engine.load, args=(H, D))
+        big.start()
+        big.join(0.2)
+        assert big.is_alive(), "it returned before the record of the layer"
+        monkeypatch.setattr(streams, "BACKGROUND_BYTES", 1 << 60)
+        small = threading.Thread(target=engine.load, args=(H, D))
+        small.start()
+        small.join(0.2)
+        assert small.is_alive()
+        gate.set()
+        for thread in (big, small):
+            thread.join(10)
+        assert machine.log_of("load").count("load records the layer") == 3
+
+
+@pytest.mark.parametrize("machine", ["thread"], indirect=True)
+def test_a_layer_whose_event_was_not_recorded_is_not_waited_for(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class External:
+        recorded = ""
+
+        def __init__(self, *, external: bool) -> None:
+            pass
+
+        def record(self) -> None:
+            raise RuntimeError("no event can be recorded")
+
+    monkeypatch.setattr(torch.cuda, "Event", External)
+    monkeypatch.setattr(torch.cuda, "current_stream", torch.accelerator.current_stream)
+    with device_engine(machine, make_pools()) as engine:
+        engine.load(H, D).wait()
+        machine.capturing = True
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no event can be recorded"):
+                torch.ops.hicache.wait_layer([], engine.handle, LAYERS[0])
+        machine.capturing = False
 
 
 def test_a_device_without_priorities(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import gc
 import os
 import pickle
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -23,9 +24,11 @@ from engine_fakes import (
     bytes_of,
     ints,
     make_pools,
+    wait_until,
 )
 
 from torch_hicache import Ticket, TransferEngine
+from torch_hicache.error_scope import ErrorScope
 
 D, H = ints(3, 4, 9), ints(30, 2, 31)
 
@@ -295,3 +298,63 @@ def test_calls_under_grad_and_inference_mode() -> None:
         engine.load(H, D, layers="all").wait()
     model.load(H, D)
     model.compare()
+
+
+def test_slots_come_back_whoever_made_the_pools() -> None:
+    """The engine's threads write what pools made in inference mode know of their slots."""
+    with torch.inference_mode():
+        pools = make_pools()
+        engine = TransferEngine(*pools)
+    with engine:
+        for _ in range(3):
+            slots = [pool.allocate(4) for pool in pools]
+            ticket = engine.store(*slots)
+            wait_until(ticket._finished.is_set)  # by the engine's thread
+            for pool, of_pool in zip(pools, slots, strict=True):
+                pool.free(of_pool)
+            assert ticket.error is None
+        assert [pool.available for pool in pools] == [DEVICE_SLOTS, HOST_SLOTS]
+
+
+def test_an_interrupt_while_another_thread_submits_leaks_nothing() -> None:
+    pools = make_pools()
+    with TransferEngine(*pools) as engine:
+        locked, release = threading.Event(), threading.Event()
+
+        def submit() -> None:
+            with engine._submitting:
+                locked.set()
+                release.wait(10)
+
+        other = threading.Thread(target=submit)
+        other.start()
+        locked.wait(10)
+        previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                engine.load(H, D)
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+            release.set()
+            other.join(10)
+        assert [of_direction["in_flight"] for of_direction in engine.stats().values()] == [0, 0]
+        slots = pools[0].allocate(DEVICE_SLOTS)
+        pools[0].free(slots)
+        assert pools[0].available == DEVICE_SLOTS
+
+
+def test_an_interrupt_of_who_ends_a_ticket_ends_it_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_scope: ErrorScope) -> None:
+        raise KeyboardInterrupt
+
+    runtime = GatedRuntime()
+    with TransferEngine(*make_pools(), runtime=runtime) as engine:
+        with runtime.blocked("load"):
+            ticket = engine.load(H, D)
+            with monkeypatch.context() as patch:
+                patch.setattr(ErrorScope, "close", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    ticket._finish(None)
+        assert ticket.done()
+        assert engine.stats()["load"]["in_flight"] == 0

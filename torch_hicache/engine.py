@@ -171,23 +171,24 @@ class TransferEngine:
         # Slots that move as whole pages are held as such: a pool holds pages anyway.
         held = slots if unit == self._pair.unit else indices
         self._pair.hold(held, unit)
+        has_room = False
+        ticket = None
         try:
             self._in_flight.reserve(direction, nbytes)
-        except BaseException:
-            self._pair.release(held, unit)
-            raise
-        try:
+            has_room = True
             host_reads_all = all(of_pool is not None for of_pool in slots)
             errors = ErrorScope(None if host_reads_all else self._on_device)
             ticket = Ticket(direction, groups, indices, self._runtime, errors, method=self._method)
             ticket.num_entries = len(device_indices)
             ticket._on_finish = partial(self._finish, held, unit)
+            with self._submitting:
+                self._send(ticket, slots)
         except BaseException:
-            self._in_flight.remove(direction, nbytes)
-            self._pair.release(held, unit)
+            if ticket is None or not ticket._is_sent:  # whose end would give both back
+                if has_room:
+                    self._in_flight.remove(direction, nbytes)
+                self._pair.release(held, unit)
             raise
-        with self._submitting:
-            self._send(ticket, slots)
         if direction == "load" and self._layer_events:
             self._streams["load"].flush()  # a graph that is replayed next waits for the newest record
         if ticket.error is not None and not isinstance(ticket.error, Exception):
@@ -198,12 +199,15 @@ class TransferEngine:
         """Submit. Whatever fails on the way, what was submitted has an event and a watcher at the end."""
         stream = self._streams[ticket.direction]
         ticket.number = next(self._numbers)
+        conflicts = self._hazards.conflicts(ticket.direction, slots)
+        self._hazards.add(ticket.direction, slots, ticket.number)
         if ticket.direction == "load":
             self._newest_load |= dict.fromkeys(ticket.layers, ticket.number)
         events = ticket._events
+        ticket._is_sent = True
         try:
             waits = [self._runtime.record_current()]
-            for other, number in self._hazards.conflicts(ticket.direction, slots).items():
+            for other, number in conflicts.items():
                 earlier = self._in_flight.ticket(other, number)
                 if earlier is not None:
                     waits.append(earlier._events[-1])
@@ -217,7 +221,6 @@ class TransferEngine:
         try:
             while len(events) < len(ticket._groups):
                 events.append(stream.record())
-            self._hazards.add(ticket.direction, slots, ticket.number)
             self._in_flight.add(ticket)
             stream.when_done(events[-1], ticket._finish)
         except BaseException as error:  # the device has failed: there is nothing to wait for
@@ -264,9 +267,10 @@ class TransferEngine:
                         "torch has no external events there. Wait before the capture."
                     )
                 # Behind all that was submitted. A wait for an event without a record would be no wait.
+                self._streams["load"].begin(0, ())
                 event.record(self._streams["load"])
+                self._streams["load"].flush()
                 self._layer_events[layer] = event
-        self._streams["load"].flush()
         return event
 
     def _record_layers(self, direction: str, layers: Sequence[int]) -> None:

@@ -18,7 +18,8 @@ class SlotHistory:
     """The last transfer of one direction that touched each slot of one pool. Numbers start at 1."""
 
     def __init__(self, num_slots: int) -> None:
-        self._last = torch.zeros(num_slots, dtype=torch.int64)
+        with torch.inference_mode(False):  # other threads write it, in a mode of their own
+            self._last = torch.zeros(num_slots, dtype=torch.int64)
         self._last_of_any = 0
         self._last_of_unknown = 0  # a transfer whose slots the host can't read
 

@@ -46,7 +46,9 @@ class InFlight:
 
     def __init__(self, max_tickets: int, max_bytes: int | None, *, blocks: bool) -> None:
         self._max_tickets, self._max_bytes, self._blocks = max_tickets, max_bytes, blocks
-        self._changed = threading.Condition()
+        # Taken by itself: an interrupt inside Condition's own __enter__ would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._of = {direction: _Counters() for direction in DIRECTIONS}
         self._closed = False
 
@@ -61,7 +63,7 @@ class InFlight:
             RuntimeError: the engine is closed, or was closed meanwhile.
         """
         counters = self._of[direction]
-        with self._changed:
+        with self._lock:
             counters.waiting += 1
             try:
                 while not self._closed and not self._has_room(nbytes):
@@ -83,13 +85,13 @@ class InFlight:
 
     def add(self, ticket: Ticket) -> None:
         """A ticket that reserved its room and is being submitted."""
-        with self._changed:
+        with self._lock:
             self._of[ticket.direction].tickets[ticket.number] = ticket
 
     def remove(self, direction: str, nbytes: int, ticket: Ticket | None = None) -> None:
         """Give the room back, of a ticket that has ended or that never came to be."""
         counters = self._of[direction]
-        with self._changed:
+        with self._lock:
             counters.reserved -= 1
             counters.reserved_bytes -= nbytes
             if not counters.reserved:
@@ -107,21 +109,21 @@ class InFlight:
 
     def ticket(self, direction: str, number: int) -> Ticket | None:
         """None once it has ended."""
-        with self._changed:
+        with self._lock:
             return self._of[direction].tickets.get(number)
 
     def newest_first(self, direction: str) -> list[Ticket]:
-        with self._changed:
+        with self._lock:
             return list(self._of[direction].tickets.values())[::-1]
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        with self._changed:
+        with self._lock:
             now = time.monotonic()
             return {direction: counters.as_dict(now) for direction, counters in self._of.items()}
 
     def close(self) -> None:
         """Take no more, and wait until nothing is in flight."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
             while any(counters.reserved for counters in self._of.values()):

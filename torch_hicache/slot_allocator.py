@@ -104,8 +104,9 @@ class SlotAllocator:
         self.num_slots, self.page_size = num_slots, page_size
         self.num_pages = num_slots // page_size
         self._runs = FreeRuns(self.num_pages)
-        self._state = torch.zeros(self.num_pages, dtype=torch.uint8)
-        self._holds = torch.zeros(self.num_pages, dtype=torch.int32)
+        with torch.inference_mode(False):  # other threads write them, in a mode of their own
+            self._state = torch.zeros(self.num_pages, dtype=torch.uint8)
+            self._holds = torch.zeros(self.num_pages, dtype=torch.int32)
         self._num_free = self.num_pages  # in state _FREE, held or not
         self._holds_on_free = 0  # the sum of _holds of pages in state _FREE
         self._lock = threading.Lock()

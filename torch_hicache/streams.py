@@ -34,11 +34,11 @@ class Stream(Protocol):
     """Work that runs in the order in which it was given."""
 
     def begin(self, nbytes: int, waits: Sequence[Any]) -> None:
-        """A transfer of so many bytes comes next: it waits for these events, but the caller does not.
-        Raises what has broken the stream."""
+        """A transfer of so many bytes comes next: it waits for these events, but the caller does not."""
 
     def flush(self) -> None:
-        """Block until the device has been given all work so far; it need not have run."""
+        """Block until the device has been given all work so far; it need not have run. Raises what the
+        newest transfer could not submit."""
 
     def run(self, work: Command) -> None:
         """Submit `work`: called with this stream as the current one, at once or later by a thread."""
@@ -88,6 +88,8 @@ class _Worker:
 
     def __init__(self, name: str) -> None:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
         # The thread knows the queue only, so that dropping the worker ends it.
         weakref.finalize(self, self._commands.put, None).atexit = False
         self._thread = threading.Thread(
@@ -96,10 +98,16 @@ class _Worker:
         self._thread.start()
 
     def put(self, command: Command) -> None:
-        self._commands.put(command)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("[TransferEngine] the engine must be open, it was closed.")
+            self._commands.put(command)
 
     def close(self) -> None:
-        self._commands.put(None)
+        """Run what has been put, and take no more."""
+        with self._lock:
+            self._closed = True
+            self._commands.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -223,15 +231,19 @@ class DeviceEvent:
         self._device_index = device.index
         self._exchange = _exchange_capture_mode(device.type)
         self._recorded = threading.Event()
-        self._failure: BaseException | None = None  # what has kept it from being recorded
+        self._lost: BaseException | None = None  # what has kept it from being recorded
+        self._failure: BaseException | None = None  # of the work before it
 
-    def record(self, stream: torch.Stream) -> None:
-        self.event.record(stream)
-        self._recorded.set()
-
-    def fail(self, failure: BaseException) -> None:
+    def record(self, stream: torch.Stream, failure: BaseException | None = None) -> None:
+        """Behind all work of the stream, also where some of it could not be submitted: `failure`."""
         self._failure = failure
-        self._recorded.set()
+        try:
+            self.event.record(stream)
+        except BaseException as error:
+            self._lost = error
+            raise
+        finally:
+            self._recorded.set()
 
     @property
     def is_recorded(self) -> bool:
@@ -241,17 +253,24 @@ class DeviceEvent:
         """Block until a stream can wait for it. Raises what has kept it from being recorded."""
         if not self._recorded.wait(timeout):
             return False
-        if self._failure is not None:
-            raise RuntimeError(f"[TransferEngine] the stream of a transfer has failed: {self._failure}")
+        _raise_again(self._lost)
         return True
 
     def query(self) -> bool:
+        """Raises, once it has come, what kept work before it from being submitted."""
         if not self._recorded.is_set():
             return False
         self.wait_recorded()
         # The caller's thread may not have chosen its device.
         with torch.accelerator.device_index(self._device_index):
-            return self._query()
+            has_come = self._query()
+        if has_come:
+            self.raise_failure()
+        return has_come
+
+    def raise_failure(self) -> None:
+        """Of the work before it, once it is recorded."""
+        _raise_again(self._failure)
 
     def _query(self) -> bool:
         # A query breaks captures of other threads unless this thread says that it is no part of them.
@@ -278,6 +297,19 @@ class DeviceEvent:
         return True
 
 
+def _raise_again(error: BaseException | None) -> None:
+    """In a thread that did not meet it."""
+    if error is not None:
+        raise RuntimeError(f"[TransferEngine] a transfer could not be submitted: {error}") from error
+
+
+class _Submission:
+    """What a thread submits for one transfer: nothing follows what could not be submitted."""
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+
+
 class DeviceStream:
     """A stream of the accelerator, a thread that submits to it, and one that waits for its events.
 
@@ -297,29 +329,21 @@ class DeviceStream:
             # Else the thread's device is device 0, where the end of an event would create a context.
             worker.put(partial(torch.accelerator.set_device_index, device.index))
         self._submitter.put(partial(_take_no_part_in_captures, device))
-        self._in_background = False
-        self._newest: DeviceEvent | None = None  # that the thread has to record
-        self._failure: BaseException | None = None  # of the thread: nothing follows what it left out
+        self._counting = threading.Lock()
+        self._put = self._run_so_far = 0  # commands of the thread
+        self._background: _Submission | None = None  # None: the caller submits
 
     def begin(self, nbytes: int, waits: Sequence[DeviceEvent]) -> None:
-        if self._failure is not None:
-            raise RuntimeError(f"[TransferEngine] the stream of a transfer has failed: {self._failure}")
-        is_busy = self._newest is not None and not self._newest.is_recorded
         # The caller must not block for events that another thread has yet to record.
         must_wait = not all(event.is_recorded for event in waits)
-        self._in_background = is_busy or must_wait or nbytes >= BACKGROUND_BYTES
+        in_background = self._is_busy() or must_wait or nbytes >= BACKGROUND_BYTES
+        self._background = _Submission() if in_background else None
         for event in waits:
             self._do(partial(self._wait_event, event))
 
     def _wait_event(self, event: DeviceEvent) -> None:
         event.wait_recorded()
         self.stream.wait_event(event.event)
-
-    def flush(self) -> None:
-        if self._in_background:
-            done = threading.Event()
-            self._submitter.put(done.set)
-            done.wait()
 
     def run(self, work: Command) -> None:
         self._do(partial(self._run, work))
@@ -330,41 +354,60 @@ class DeviceStream:
 
     def record(self) -> DeviceEvent:
         event = DeviceEvent(self._device)
-        if self._in_background:
-            self._newest = event
-            self._submitter.put(partial(self._record, event))
-        else:
+        submission = self._background
+        if submission is None:
             event.record(self.stream)
+        else:
+            self._hand_over(lambda: event.record(self.stream, submission.failure))
         return event
 
-    def _record(self, event: DeviceEvent) -> None:
-        try:
-            if self._failure is None:
-                event.record(self.stream)
-        except BaseException as error:
-            self._failure = error
-        if self._failure is not None:
-            event.fail(self._failure)
+    def flush(self) -> None:
+        if self._is_busy():
+            done = threading.Event()
+            self._hand_over(done.set)
+            done.wait()
+        if self._background is not None:
+            _raise_again(self._background.failure)
+
+    def _is_busy(self) -> bool:
+        with self._counting:
+            return self._put != self._run_so_far
 
     def _do(self, command: Command) -> None:
-        if self._in_background:
-            self._submitter.put(partial(self._try, command))
-        else:
+        submission = self._background
+        if submission is None:
             command()
+            return
 
-    def _try(self, command: Command) -> None:
-        if self._failure is None:
+        def attempt() -> None:
+            if submission.failure is None:
+                command()
+
+        self._hand_over(attempt, submission)
+
+    def _hand_over(self, command: Command, submission: _Submission | None = None) -> None:
+        def run() -> None:
             try:
                 command()
             except BaseException as error:
-                self._failure = error
+                if submission is not None:
+                    submission.failure = error
+            finally:
+                with self._counting:
+                    self._run_so_far += 1
+
+        with self._counting:
+            self._submitter.put(run)
+            self._put += 1
 
     def when_done(self, event: DeviceEvent, callback: WhenDone) -> None:
         def watch() -> None:
             failure = None
             try:
                 event.wait()
-            except RuntimeError as error:  # the device has failed: nothing runs on it any more
+            except (
+                RuntimeError
+            ) as error:  # a submission failed, or the device: nothing of it runs any more
                 failure = error
             callback(failure)
 
@@ -372,7 +415,6 @@ class DeviceStream:
 
     def close(self) -> None:
         self._submitter.close()
-        self._in_background = False  # all has been submitted, and there is no thread any more
         self._watcher.close()
 
 
@@ -414,6 +456,7 @@ class DeviceRuntime:
     def current_wait(self, event: DeviceEvent) -> None:
         event.wait_recorded()
         torch.accelerator.current_stream(self.device).wait_event(event.event)
+        event.raise_failure()
 
     def is_capturing(self) -> bool:
         stream = torch.accelerator.current_stream(self.device)

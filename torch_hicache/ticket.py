@@ -59,6 +59,7 @@ class Ticket:
         self._process = os.getpid()
         self._on_finish: Callable[[Ticket], None] | None = None
         self._events: list[Any] = []  # one for each group, recorded by the engine
+        self._is_sent = False  # from here on its end gives back what it holds
         self._started = 0  # groups
         self._failed_group: int | None = None
         self._error: BaseException | None = None
@@ -109,8 +110,9 @@ class Ticket:
         self._raise(self._error)
 
     def wait_stream(self) -> None:
-        """Let the caller's current stream wait until all has moved. The host is not blocked, but on the
-        CPU, where it is the stream.
+        """Let the caller's current stream wait until all has moved. The host waits until all has been
+        submitted, milliseconds after the call that gave a big ticket; on the CPU it is the stream, and
+        waits for the end.
 
         Raises:
             The ticket's error, if it is known by now; the stream waits all the same, so that the buffers
@@ -138,7 +140,8 @@ class Ticket:
 
         What runs goes on, and keeps its slots and buffers until the device has finished. If something was
         dropped, `error` is a TransferCancelled, and layers that were dropped are never ready. On an
-        accelerator all is submitted by the call that gave the ticket, so that nothing can be dropped.
+        accelerator a small transfer has been submitted by the call that gave the ticket: nothing of it can
+        be dropped.
         A failed ticket is given up: `torch.ops.hicache.wait_layer` no longer raises its error.
         """
         check_process(self._process)
@@ -216,7 +219,7 @@ class Ticket:
                 return
             self._started = position + 1
             device_indices, host_indices = self._indices
-        group = self._groups[position]
+            group = self._groups[position]
         device = (group.device_views, device_indices)
         host = (group.host_views, host_indices)
         dst, src = (device, host) if self.direction == "load" else (host, device)
@@ -242,17 +245,26 @@ class Ticket:
 
     def _finish(self, failure: BaseException | None) -> None:
         """Once, when the device has finished. Who comes second waits for the first."""
-        with self._lock:
-            first, self._finishing = not self._finishing, True
-        if not first:
-            self._finished.wait()
-            return
+        is_first = False
         try:
-            failure = failure or self._errors.close()
-            if failure is not None:
-                self._fail(0, failure)
+            with self._lock:
+                is_first, self._finishing = not self._finishing, True
+            if is_first:
+                failure = failure or self._errors.close()
+                if failure is not None:
+                    self._fail(0, failure)
+        finally:  # also where this thread is interrupted
+            if is_first:
+                self._end()
+        self._finished.wait()
+
+    def _end(self) -> None:
+        try:
             if self._on_finish is not None:
                 self._on_finish(self)
+        except BaseException as error:
+            self._fail(0, error)
+            raise
         finally:
             # A ticket that is kept for its result keeps neither pools nor the engine.
             self._indices = self._on_finish = None
