@@ -140,8 +140,8 @@ class Ticket:
 
         What runs goes on, and keeps its slots and buffers until the device has finished. If something was
         dropped, `error` is a TransferCancelled, and layers that were dropped are never ready. On an
-        accelerator a small transfer has been submitted by the call that gave the ticket: nothing of it can
-        be dropped.
+        accelerator a small transfer has been submitted by the call that gave the ticket: nothing of it
+        can be dropped.
         A failed ticket is given up: `torch.ops.hicache.wait_layer` no longer raises its error.
         """
         check_process(self._process)
