@@ -405,9 +405,7 @@ class DeviceStream:
             failure = None
             try:
                 event.wait()
-            except (
-                RuntimeError
-            ) as error:  # a submission failed, or the device: nothing of it runs any more
+            except RuntimeError as error:  # of a submission or of the device: nothing of it runs any more
                 failure = error
             callback(failure)
 
