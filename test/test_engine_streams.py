@@ -1,8 +1,11 @@
 """What the engine asks of an accelerator: stand-ins for torch's objects write down each call."""
 
+import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -345,10 +348,16 @@ def test_nothing_follows_a_wait_that_failed(machine: Machine, monkeypatch: pytes
     model = Model(*pools)
     with device_engine(machine, pools) as engine:
         patch = failing(monkeypatch, "wait_event")
+        machine.idle.clear()
         ticket = engine.load(H, D, layers="all")
+        with contextlib.suppress(RuntimeError):
+            engine._streams["load"].flush()
+        patch.__exit__(None, None, None)
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            ticket.wait_stream()
+        machine.idle.set()
         with pytest.raises(RuntimeError, match="the device is lost"):
             ticket.wait()
-        patch.__exit__(None, None, None)
         for layer in LAYERS:
             with pytest.raises(RuntimeError, match="the device is lost"):
                 ticket.wait_layer(layer)
@@ -451,7 +460,9 @@ def test_a_layer_whose_event_was_not_recorded_is_not_waited_for(
     with device_engine(machine, make_pools()) as engine:
         engine.load(H, D).wait()
         machine.capturing = True
-        for _ in range(2):
+        for is_busy in (False, True):
+            if is_busy:  # then the thread records it
+                engine._streams["load"]._hand_over(partial(time.sleep, 0.2))
             with pytest.raises(RuntimeError, match="no event can be recorded"):
                 torch.ops.hicache.wait_layer([], engine.handle, LAYERS[0])
         machine.capturing = False

@@ -148,7 +148,7 @@ def _add_replay(commands: Any) -> None:
     )
     add(
         "--requests",
-        type=_positive,
+        type=_request_count,
         metavar="N",
         help=f"the first N of the trace (all), or how many to generate ({_GENERATED_REQUESTS})",
     )
@@ -172,15 +172,23 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _request_count(text: str) -> int:
+    """A generated trace is made whole, about 1 KB a request."""
+    number = _positive(text)
+    if number > 1_000_000:
+        raise argparse.ArgumentTypeError(f"must be at most 1,000,000, got '{text}'")
+    return number
+
+
 def _seed(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise argparse.ArgumentTypeError(f"must be an integer of 0 or more, got '{text}'")
+        raise argparse.ArgumentTypeError(f"must be an integer of 0 or more in 18 digits, got '{text}'")
     return int(text)
 
 
 def _milliseconds(text: str) -> float:
     if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text):
-        raise argparse.ArgumentTypeError(f"must be milliseconds of 0 or more, got '{text}'")
+        raise argparse.ArgumentTypeError(f"must be milliseconds from 0 to 999,999, got '{text}'")
     return float(text)
 
 
@@ -224,6 +232,8 @@ def _run_replay(arguments: argparse.Namespace) -> int:
         result = replay.run(requests, on_served=on_served)
     run = _what_was_run(arguments, options)
     if arguments.json:
+        if not result.total("rows_verified"):
+            print(f"[replay] no row was verified: {_NOTHING_CAME_BACK}.", file=sys.stderr)
         print(json.dumps(_summary(result) | run))
     else:
         _print_result(result, run)
@@ -425,10 +435,11 @@ def _hidden_note(result: ReplayResult) -> str:
     return waited if result.hidden is None else f"{waited}, {result.hidden:.0%} of transfer time hidden"
 
 
+_NOTHING_CAME_BACK = "nothing came back from the host: try more requests or a smaller device pool"
+
+
 def _rows_note(result: ReplayResult) -> str:
-    if result.total("rows_verified"):
-        return "each against its fingerprint"
-    return "nothing came back from the host: try more requests or a smaller device pool"
+    return "each against its fingerprint" if result.total("rows_verified") else _NOTHING_CAME_BACK
 
 
 def _bar(console: Console, share: float, color: str) -> str:
