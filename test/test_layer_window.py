@@ -214,6 +214,51 @@ def test_a_failed_store_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         pair.step(1, 1)
 
 
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_clear_drops_what_has_failed(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(4)
+    pair.step(1, 5)
+    move = Ticket._transfer
+
+    def failing(ticket: Ticket, *args: Any) -> None:
+        if ticket.direction == direction:
+            raise RuntimeError("no such luck")
+        move(ticket, *args)
+
+    monkeypatch.setattr(Ticket, "_transfer", failing)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no such luck"):
+            pair.step(1, 1)
+    monkeypatch.setattr(Ticket, "_transfer", move)
+    with pytest.raises(RuntimeError, match="no such luck"):
+        pair.step(1, 1)
+    pair.clear()
+    for tokens in (3, 1, 40):  # the last needs a larger window
+        pair.step(2, tokens)
+    pair.window.evict()
+    pair.step(2, 1)
+
+
+def test_clear_waits_for_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(4)
+    pair.step(1, 5)
+    move = Ticket._transfer
+    running: list[str] = []
+
+    def late(ticket: Ticket, *args: Any) -> None:
+        running.append(ticket.direction)
+        time.sleep(0.01)
+        move(ticket, *args)
+        running.remove(ticket.direction)
+
+    monkeypatch.setattr(Ticket, "_transfer", late)
+    pair.step(1, 1)
+    tickets = [*pair.window._loads.values(), *pair.window._stores.values()]
+    pair.clear()
+    assert running == []
+    assert all(ticket.done() for ticket in tickets)
+
+
 def test_inference_mode_and_back() -> None:
     with torch.inference_mode():
         pair = Pair(4)

@@ -161,7 +161,14 @@ class LayerWindow:
         self._replace_table(self._table[:, : max(self._lengths.values())])
 
     def clear(self) -> None:
-        """Drop all sequences. The pools stay."""
+        """Drop all sequences, and the errors of their loads and stores. The pools stay.
+
+        Waits for the transfers in flight.
+        """
+        for ticket in {*self._loads.values(), *self._stores.values(), *self._part_stores.values()}:
+            _give_up(ticket)
+        for of_sequences in (self._loads, self._stores, self._part_stores, self._in_part):
+            of_sequences.clear()
         self._lengths = dict.fromkeys(self._layers, 0)
         self._free(self._table)
         self._free(self._spare)
@@ -304,6 +311,16 @@ class LayerWindow:
                 self._host_slots(layer, 0, end), self._device_slots(part, 0, end)
             )
         self._in_part[part] = layer
+
+
+def _give_up(ticket: Ticket) -> None:
+    """Wait for its end; its error concerns nobody any more."""
+    try:
+        ticket.wait()
+    except BaseException as error:
+        if error is not ticket.error:
+            raise
+        ticket.cancel()
 
 
 def _specs(keys: Tensor, values: Tensor) -> tuple[PlaneSpec, ...]:
