@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torch_hicache.engine import TransferEngine
 from torch_hicache.integrations.layer_window import LayerWindow
 from torch_hicache.ticket import Ticket
 
@@ -257,6 +258,52 @@ def test_clear_waits_for_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> N
     pair.clear()
     assert running == []
     assert all(ticket.done() for ticket in tickets)
+
+
+def interrupt_load_ahead(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[Ticket]:
+    """Ctrl-C comes when the load of the third layer into the first one's part has been submitted."""
+    pair.step(2, 5)
+    pair.window.update(pair.ids[0], *new_rows(2, 0))
+    load = TransferEngine.load
+    tickets: list[Ticket] = []
+
+    def interrupted(engine: TransferEngine, *args: Any) -> None:
+        tickets.append(load(engine, *args))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransferEngine, "load", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.window.update(pair.ids[1], *new_rows(2, 0))
+    return tickets
+
+
+def test_an_interrupted_load_leaves_no_wrong_layer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(4)
+    for ticket in interrupt_load_ahead(pair, monkeypatch):
+        ticket.wait()
+    pair.step(2, 0)
+    pair.step(2, 1)
+
+
+def test_an_interrupted_load_does_not_overwrite_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    move = Ticket._transfer
+
+    def late(ticket: Ticket, *args: Any) -> None:
+        if ticket.direction == "load":
+            time.sleep(0.2)
+        move(ticket, *args)
+
+    monkeypatch.setattr(Ticket, "_transfer", late)
+    pair = Pair(4)
+    tickets = interrupt_load_ahead(pair, monkeypatch)
+    pair.clear()
+    rows = new_rows(2, 5)
+    got = pair.window.update(pair.ids[0], *rows)
+    for ticket in tickets:
+        ticket.wait()
+    for plane, expected in zip(got, rows, strict=True):
+        assert torch.equal(plane, expected)
 
 
 def test_inference_mode_and_back() -> None:

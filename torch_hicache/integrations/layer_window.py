@@ -295,6 +295,7 @@ class LayerWindow:
         self._in_part: dict[int, int] = {}  # the layer that each part holds, or will after its load
         self._loads: dict[int, Ticket] = {}  # into each part, the newest
         self._part_stores: dict[int, Ticket] = {}  # out of each part, the newest
+        self._stray_loads: set[int] = set()  # parts whose newest load was interrupted
 
     def _load(self, engine: TransferEngine, layer: int) -> None:
         """Start to bring a layer into its part of the window, unless it is there or on its way.
@@ -305,11 +306,16 @@ class LayerWindow:
         part = self._part_of[layer]
         if self._in_part.get(part) == layer:
             return
+        # A load that is interrupted may run on, and nobody has its ticket: nothing is known of the part
+        # then. The next load ends after it, also one of no tokens.
+        self._in_part.pop(part, None)
         end = self._lengths[layer]
-        if end:
+        if end or part in self._stray_loads:
+            self._stray_loads.add(part)
             self._loads[part] = engine.load(
                 self._host_slots(layer, 0, end), self._device_slots(part, 0, end)
             )
+            self._stray_loads.remove(part)
         self._in_part[part] = layer
 
 
