@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_hicache.engine import TransferEngine
+from torch_hicache.integrations import layer_window
 from torch_hicache.integrations.layer_window import LayerWindow
 from torch_hicache.ticket import Ticket
 
@@ -306,6 +307,35 @@ def test_an_interrupted_load_does_not_overwrite_what_comes_next(monkeypatch: pyt
         assert torch.equal(plane, expected)
 
 
+def test_other_rows_may_come_when_there_was_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(2)
+
+    def no_memory(*args: object, **options: object) -> None:
+        raise MemoryError("no such luck")
+
+    rows = new_rows(2, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_window, "HostPool", no_memory)
+        with pytest.raises(MemoryError, match="no such luck"):
+            pair.window.update(3, *(plane.float() for plane in rows))
+    halves = [plane.to(torch.bfloat16) for plane in rows]
+    for plane, expected in zip(pair.window.update(3, *halves), halves, strict=True):
+        assert torch.equal(plane, expected)
+
+
+def test_selecting_from_none_and_selecting_none() -> None:
+    pair = Pair(4)
+    pair.window.select(torch.tensor([0, 0]))
+    pair.step(2, 5)
+    pair.select(torch.tensor([1, 0, 1]))
+    pair.window.select(torch.tensor([], dtype=torch.int64))
+    assert pair.window.num_sequences == pair.window.length(3) == 0
+    pair.model = Model(pair.ids)
+    pair.window.select(torch.tensor([1]))
+    pair.step(3, 2)
+    pair.step(3, 1)
+
+
 def test_inference_mode_and_back() -> None:
     with torch.inference_mode():
         pair = Pair(4)
@@ -330,8 +360,18 @@ def test_memory_goes_with_it() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"\[Test\] max_tokens must be an integer of 1 or more, got 0"):
-        LayerWindow("Test", [0, 1], 0)
+    for max_tokens in (0, True, 2.0):
+        with pytest.raises(
+            ValueError, match=rf"\[Test\] max_tokens must be an integer of 1 or more, got {max_tokens}"
+        ):
+            LayerWindow("Test", [0, 1], max_tokens)  # type: ignore[arg-type]
+    for layers in ([], [1, 1]):
+        with pytest.raises(
+            ValueError, match=r"\[Test\] layers must be one or more, and each must come once"
+        ):
+            LayerWindow("Test", layers, 10)
+    with pytest.raises(ValueError, match=r"\[Test\] K and V must be of one sequence or more, got none"):
+        Pair(2).window.update(3, *new_rows(0, 3))
     pair = Pair(2)
     keys, values = new_rows(2, 3)
     with pytest.raises(ValueError, match=r"\[Test\] K and V can't carry a gradient"):
