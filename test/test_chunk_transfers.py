@@ -171,6 +171,14 @@ def test_a_job_without_blocks_ends(device: str) -> None:
         (([1, 2], [3, -1, 0], [0, 0, 0], [0, 1]), ValueError, "add up to 2 block ids"),
         (([1, 2], [2], [0], [0, 1]), ValueError, "must have 3 entries, got 1 and 1"),
         (([1, 2, -1], [2, 0, 1], [0, 0, 0], [0, 1, 2]), IndexError, "block_ids"),
+        (
+            one_group([1, 1 << 63], [0, 1]),
+            ValueError,
+            r"block_ids must be a list of int64 values, got \[1,",
+        ),
+        (one_group([1, 2], [0, -(1 << 70)]), ValueError, "chunk_ids must be a list of int64 values"),
+        (one_group([1, 2], [0, 1 << 62]), IndexError, "chunk_ids must be in"),
+        (one_group([1 << 62, 2], [0, 1]), IndexError, "block_ids must be in"),
     ],
 )
 def test_a_bad_job_moves_nothing_and_only_it_fails(
@@ -193,6 +201,88 @@ def check_bad_job(device: str, direction: str, job: tuple, kind: type[Exception]
         with pytest.raises(kind, match=text):
             raise by_id[7].error
         assert by_id[7].block_ids == list(job[0])
+        plain.compare()
+
+
+@pytest.mark.parametrize(
+    ("ids", "integers"),
+    [([None, 2], [2]), ([1.9, 2], [2]), ([[1, 2]], []), (7, []), (None, []), (["1", 2], [2])],
+)
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("name", ["block_ids", "chunk_ids"])
+def test_what_is_no_list_of_integers_is_the_jobs_error(
+    direction: str, name: str, ids: object, integers: list[int]
+) -> None:
+    with transfers_on("cpu") as (transfers, plain):
+        blocks, sizes, indices, chunks = one_group([3, 4], [5, 6])
+        is_blocks = name == "block_ids"
+        submit = getattr(transfers, direction)
+        submit(7, ids if is_blocks else blocks, sizes, indices, chunks if is_blocks else ids)
+        (job,) = ended(transfers)
+        with pytest.raises(ValueError, match=rf"\[ChunkTransfers\] {name} must be a list of int64"):
+            raise job.error  # type: ignore[misc]
+        assert getattr(job, name) == integers
+        plain.compare()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int64])
+def test_ids_may_be_tensors_and_arrays(dtype: torch.dtype) -> None:
+    with transfers_on("cpu") as (transfers, plain):
+        blocks = torch.tensor([3, 9], dtype=dtype)
+        transfers.store(1, blocks, [2, 0, 0], [0, 0, 0], torch.tensor([6, 2], dtype=dtype))
+        plain.move(True, [2, 0, 0], [0, 0, 0], [3, 9], [6, 2])
+        (job,) = ended(transfers)
+        assert (job.error, job.block_ids, job.chunk_ids) == (None, [3, 9], [6, 2])
+        plain.compare()
+        transfers.store(2, blocks.float(), [2, 0, 0], [0, 0, 0], [0, 1])
+        assert isinstance(ended(transfers)[0].error, ValueError)
+        plain.compare()
+
+
+def test_a_job_id_in_flight_is_refused() -> None:
+    runtime = GatedRuntime()
+    with transfers_on("cpu", runtime=runtime) as (transfers, plain):
+        with runtime.blocked("store"):
+            transfers.store(1, *one_group([1], [1]))
+            for submit in (transfers.store, transfers.load):
+                with pytest.raises(ValueError, match="job_id must not be in flight, got 1, which is"):
+                    submit(1, *one_group([2], [2]))
+        plain.move(True, [1, 0, 0], [0, 0, 0], [1], [1])
+        assert [job.error for job in ended(transfers)] == [None]
+        transfers.store(1, *one_group([2], [2]))
+        plain.move(True, [1, 0, 0], [0, 0, 0], [2], [2])
+        assert [job.error for job in ended(transfers)] == [None]
+        plain.compare()
+
+
+@pytest.mark.parametrize("fails", [{1}, {2}, {1, 2}])
+def test_of_stores_to_a_chunk_the_newest_counts(fails: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an older one fails when the newer is already queued."""
+    move = ChunkTransfers._move
+
+    def failing(transfers: ChunkTransfers, job: Job, moves: list) -> None:
+        if job.job_id in fails:
+            moves = [(group, blocks + BLOCKS, slots) for group, blocks, slots in moves]
+        move(transfers, job, moves)
+
+    monkeypatch.setattr(ChunkTransfers, "_move", failing)
+    runtime = GatedRuntime()
+    with transfers_on("cpu", 2, runtime=runtime) as (transfers, plain):
+        stores = {1: [1, 2], 2: [4]}  # the second writes the first half of the chunk
+        with runtime.blocked("store"):
+            for job_id, blocks in stores.items():
+                transfers.store(job_id, *one_group(blocks, [3]))
+        for job in ended(transfers):
+            assert (job.error is not None) == (job.job_id in fails)
+            if job.error is None:
+                plain.move(True, [len(job.block_ids), 0, 0], [0, 0, 0], job.block_ids, [3])
+        for index, block in enumerate([7, 8]):
+            transfers.load(3, *one_group([block], [3], index=index))
+            (job,) = ended(transfers)
+            # A store that fails leaves the rest of its chunk in doubt, too.
+            assert isinstance(job.error, RuntimeError) == (2 in fails or index == 1)
+            if job.error is None:
+                plain.move(False, [1, 0, 0], [index, 0, 0], [block], [3])
         plain.compare()
 
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from torch_hicache.engine import TransferEngine
+from torch_hicache.integrations import layer_window
 from torch_hicache.integrations.layer_window import LayerWindow
 from torch_hicache.ticket import Ticket
 
@@ -214,6 +216,126 @@ def test_a_failed_store_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         pair.step(1, 1)
 
 
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_clear_drops_what_has_failed(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(4)
+    pair.step(1, 5)
+    move = Ticket._transfer
+
+    def failing(ticket: Ticket, *args: Any) -> None:
+        if ticket.direction == direction:
+            raise RuntimeError("no such luck")
+        move(ticket, *args)
+
+    monkeypatch.setattr(Ticket, "_transfer", failing)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no such luck"):
+            pair.step(1, 1)
+    monkeypatch.setattr(Ticket, "_transfer", move)
+    with pytest.raises(RuntimeError, match="no such luck"):
+        pair.step(1, 1)
+    pair.clear()
+    for tokens in (3, 1, 40):  # the last needs a larger window
+        pair.step(2, tokens)
+    pair.window.evict()
+    pair.step(2, 1)
+
+
+def test_clear_waits_for_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(4)
+    pair.step(1, 5)
+    move = Ticket._transfer
+    running: list[str] = []
+
+    def late(ticket: Ticket, *args: Any) -> None:
+        running.append(ticket.direction)
+        time.sleep(0.01)
+        move(ticket, *args)
+        running.remove(ticket.direction)
+
+    monkeypatch.setattr(Ticket, "_transfer", late)
+    pair.step(1, 1)
+    tickets = [*pair.window._loads.values(), *pair.window._stores.values()]
+    pair.clear()
+    assert running == []
+    assert all(ticket.done() for ticket in tickets)
+
+
+def interrupt_load_ahead(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[Ticket]:
+    """Ctrl-C comes when the load of the third layer into the first one's part has been submitted."""
+    pair.step(2, 5)
+    pair.window.update(pair.ids[0], *new_rows(2, 0))
+    load = TransferEngine.load
+    tickets: list[Ticket] = []
+
+    def interrupted(engine: TransferEngine, *args: Any) -> None:
+        tickets.append(load(engine, *args))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransferEngine, "load", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.window.update(pair.ids[1], *new_rows(2, 0))
+    return tickets
+
+
+def test_an_interrupted_load_leaves_no_wrong_layer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(4)
+    for ticket in interrupt_load_ahead(pair, monkeypatch):
+        ticket.wait()
+    pair.step(2, 0)
+    pair.step(2, 1)
+
+
+def test_an_interrupted_load_does_not_overwrite_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    move = Ticket._transfer
+
+    def late(ticket: Ticket, *args: Any) -> None:
+        if ticket.direction == "load":
+            time.sleep(0.2)
+        move(ticket, *args)
+
+    monkeypatch.setattr(Ticket, "_transfer", late)
+    pair = Pair(4)
+    tickets = interrupt_load_ahead(pair, monkeypatch)
+    pair.clear()
+    rows = new_rows(2, 5)
+    got = pair.window.update(pair.ids[0], *rows)
+    for ticket in tickets:
+        ticket.wait()
+    for plane, expected in zip(got, rows, strict=True):
+        assert torch.equal(plane, expected)
+
+
+def test_other_rows_may_come_when_there_was_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(2)
+
+    def no_memory(*args: object, **options: object) -> None:
+        raise MemoryError("no such luck")
+
+    rows = new_rows(2, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_window, "HostPool", no_memory)
+        with pytest.raises(MemoryError, match="no such luck"):
+            pair.window.update(3, *(plane.float() for plane in rows))
+    halves = [plane.to(torch.bfloat16) for plane in rows]
+    for plane, expected in zip(pair.window.update(3, *halves), halves, strict=True):
+        assert torch.equal(plane, expected)
+
+
+def test_selecting_from_none_and_selecting_none() -> None:
+    pair = Pair(4)
+    pair.window.select(torch.tensor([0, 0]))
+    pair.step(2, 5)
+    pair.select(torch.tensor([1, 0, 1]))
+    pair.window.select(torch.tensor([], dtype=torch.int64))
+    assert pair.window.num_sequences == pair.window.length(3) == 0
+    pair.model = Model(pair.ids)
+    pair.window.select(torch.tensor([1]))
+    pair.step(3, 2)
+    pair.step(3, 1)
+
+
 def test_inference_mode_and_back() -> None:
     with torch.inference_mode():
         pair = Pair(4)
@@ -238,8 +360,18 @@ def test_memory_goes_with_it() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"\[Test\] max_tokens must be an integer of 1 or more, got 0"):
-        LayerWindow("Test", [0, 1], 0)
+    for max_tokens in (0, True, 2.0):
+        with pytest.raises(
+            ValueError, match=rf"\[Test\] max_tokens must be an integer of 1 or more, got {max_tokens}"
+        ):
+            LayerWindow("Test", [0, 1], max_tokens)  # type: ignore[arg-type]
+    for layers in ([], [1, 1]):
+        with pytest.raises(
+            ValueError, match=r"\[Test\] layers must be one or more, and each must come once"
+        ):
+            LayerWindow("Test", layers, 10)
+    with pytest.raises(ValueError, match=r"\[Test\] K and V must be of one sequence or more, got none"):
+        Pair(2).window.update(3, *new_rows(0, 3))
     pair = Pair(2)
     keys, values = new_rows(2, 3)
     with pytest.raises(ValueError, match=r"\[Test\] K and V can't carry a gradient"):

@@ -1,10 +1,14 @@
-"""The third tier's parts that need no store: pieces of pages, calls with deadlines, the URL."""
+"""The third tier's parts that need no store: pieces of pages, calls with deadlines, the URL, and what
+becomes of a client's answers."""
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from hashlib import blake2b
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +16,9 @@ import torch
 from torch_hicache import HostPool, PlaneSpec
 from torch_hicache.cli import main
 from torch_hicache.deadline import Breaker, Calls
-from torch_hicache.integrations import mooncake_client
+from torch_hicache.integrations import mooncake, mooncake_client
+from torch_hicache.integrations.mooncake import MooncakeTier
+from torch_hicache.integrations.mooncake_client import Connection
 from torch_hicache.layout import LAYOUTS
 from torch_hicache.page_pieces import PagePieces
 from torch_hicache.tier import check_tier_url, open_tier
@@ -121,6 +127,47 @@ def test_the_breaker_opens_again_only_after_a_probe_that_succeeds() -> None:
     assert breaker.num_trips == 2
 
 
+def test_a_probe_says_nothing_of_failures_since_it_was_started() -> None:
+    probes: list[Future[bool]] = []
+
+    def probe() -> "Future[bool]":
+        probes.append(Future())
+        return probes[-1]
+
+    breaker = Breaker(probe, retry_seconds=0.001)
+    breaker.trip()
+    eventually(lambda: not breaker.allows() and len(probes) == 1)
+    breaker.trip()  # a call that was under way
+    probes[0].set_result(True)
+    assert not breaker.allows()
+    eventually(lambda: not breaker.allows() and len(probes) == 2)
+    probes[1].set_result(True)
+    assert breaker.allows()
+    assert breaker.num_trips == 1
+
+
+def test_a_probe_that_can_not_be_started_is_tried_again() -> None:
+    started: list[int] = []
+
+    def probe() -> "Future[bool]":
+        started.append(0)
+        if len(started) == 1:
+            raise RuntimeError("no thread")
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        future: Future[bool] = Future()
+        future.set_result(True)
+        return future
+
+    breaker = Breaker(probe, retry_seconds=0.001)
+    breaker.trip()
+    eventually(lambda: not breaker.allows() and len(started) == 1)
+    with pytest.raises(KeyboardInterrupt):
+        eventually(breaker.allows)
+    eventually(breaker.allows)
+    assert len(started) == 3
+
+
 def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
     while not condition():
@@ -141,6 +188,8 @@ def eventually(condition: Callable[[], bool]) -> None:
         "mooncake://user@host:5",
         "http://host:5",
         "host:5",
+        "mooncake://host:0",
+        "mooncake://h h:1",
         "",
     ],
 )
@@ -153,6 +202,38 @@ def test_a_url_of_another_form_is_refused(url: str, capsys: pytest.CaptureFixtur
 
 def test_a_url_names_host_and_port() -> None:
     assert check_tier_url("mooncake://10.0.0.5:50051") == ("10.0.0.5", 50051)
+
+
+@pytest.mark.parametrize("url", [5, None, b"mooncake://host:5"])
+def test_what_is_no_string_is_no_url(url: Any) -> None:
+    with pytest.raises(ValueError, match=r"a third tier must be mooncake://host:port, got"):
+        check_tier_url(url)
+
+
+@pytest.mark.parametrize("master", ["h h:1", "host:0", ":1", 5, None])
+def test_a_master_of_another_form_is_refused(master: Any) -> None:
+    with pytest.raises(ValueError, match=r"\[MooncakeTier\] master must be host:port, got"):
+        Connection(master)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "missing a required argument: 'namespace'"),
+        ({"namespace": "n", "master": "host:5"}, "multiple values for keyword argument 'master'"),
+        ({"namespace": "n", "colour": 1}, "unexpected keyword argument 'colour'"),
+    ],
+)
+def test_options_of_another_name_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=rf"^\[tier\] options must be those of MooncakeTier.*{text}"):
+        open_tier("mooncake://127.0.0.1:1", pool_of("page_first"), **options)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "1", None])
+@pytest.mark.parametrize("name", ["deadline_seconds", "slowest_bytes_per_second", "retry_seconds"])
+def test_seconds_and_rates_are_finite(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name} must be above 0 and finite, got"):
+        MooncakeTier(pool_of("page_first"), master="host:5", namespace="n", **{name: value})
 
 
 def test_bytes_are_lent_to_a_tier_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,3 +253,128 @@ def test_a_missing_package_is_named_with_its_install_line(
         open_tier("mooncake://127.0.0.1:1", pool_of("page_first"), namespace="n")
     assert main(["replay", "--device", "cpu", "--tier3", "mooncake://127.0.0.1:1"]) == 2
     assert "[MooncakeTier] needs Mooncake Store" in capsys.readouterr().err
+
+
+# --- A client's answers ---------------------------------------------------------------------------------
+
+
+class PlayedClient:
+    """Mooncake's client in this process. `answer` changes what the next calls of a method give."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.answer: dict[str, Callable[[list[int]], Any]] = {}
+
+    def register_buffer(self, address: int, nbytes: int) -> int:
+        return 0
+
+    def unregister_buffer(self, address: int) -> int:
+        return 0
+
+    def close(self) -> int:
+        return 0
+
+    def remove(self, key: str, force: bool) -> int:
+        return 0 if self.objects.pop(key, None) else mooncake_client.NOT_FOUND
+
+    def batch_is_exist(self, keys: list[str]) -> Any:
+        is_probe = keys[0] == "hicache/absent"
+        return self._given("probe" if is_probe else "exist", [int(key in self.objects) for key in keys])
+
+    def batch_put_from_multi_buffers(
+        self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]
+    ) -> Any:
+        for key, places, lengths in zip(keys, addresses, sizes, strict=True):
+            self.objects[key] = b"".join(map(ctypes.string_at, places, lengths))
+        return self._given("put", [0] * len(keys))
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]
+    ) -> Any:
+        codes = []
+        for key, places, lengths in zip(keys, addresses, sizes, strict=True):
+            data = self.objects.get(key)
+            codes.append(mooncake_client.NOT_FOUND if data is None else len(data))
+            for address, length in zip(places, lengths, strict=True):
+                if data is not None:
+                    ctypes.memmove(address, data[:length], length)
+                    data = data[length:]
+        return self._given("get", codes)
+
+    def _given(self, method: str, codes: list[int]) -> Any:
+        return self.answer.get(method, list)(codes)
+
+
+class PlayedHash:
+    """Of the shape of xxhash's."""
+
+    def __init__(self, data: bytes = b"", seed: int = 0) -> None:
+        self._hash = blake2b(data, digest_size=8, salt=seed.to_bytes(16, "big"))
+        self.update = self._hash.update
+
+    def intdigest(self) -> int:
+        return int.from_bytes(self._hash.digest(), "big")
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> PlayedClient:
+    client = PlayedClient()
+    monkeypatch.setattr(mooncake, "check_version", lambda: "0.3.13")
+    monkeypatch.setattr(mooncake, "_hash_class", lambda: PlayedHash)
+    monkeypatch.setattr(Connection, "open", lambda connection: client)
+    return client
+
+
+def tier_on(pool: HostPool) -> MooncakeTier:
+    return MooncakeTier(pool, master="host:5", namespace="n", deadline_seconds=30.0, retry_seconds=0.01)
+
+
+def raises(error: Exception) -> Callable[[list[int]], Any]:
+    def answer(codes: list[int]) -> Any:
+        raise error
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *map(raises, (RuntimeError("x"), ValueError("x"), MemoryError(), IndexError("x"), TypeError())),
+        lambda codes: codes[:-1],
+        lambda codes: [*codes, 0],
+        lambda codes: [],
+        lambda codes: None,
+        lambda codes: [None] * len(codes),
+    ],
+)
+@pytest.mark.parametrize("method", ["probe", "exist", "put", "get"])
+def test_whatever_a_client_answers_is_a_miss_and_no_error(
+    client: PlayedClient, method: str, answer: Callable[[list[int]], Any]
+) -> None:
+    pool = pool_of("page_first")
+    keys, pages = ["a", "b", "c"], pool.allocate(3, unit="page").tolist()
+    wanted = [view.tobytes() for page in pages for view in PagePieces(pool).views(page)]
+    with tier_on(pool) as tier:
+        assert tier.put(keys, pages) == [True] * 3
+        client.answer[method] = answer
+        results = {
+            "exist": tier.contains(keys) if method in ("exist", "probe") else None,
+            "put": tier.put(keys, pages) if method in ("put", "probe") else None,
+            "get": tier.get(keys, pages) if method in ("get", "probe") else None,
+        }
+        assert all(found in (None, [False] * 3) for found in results.values())
+        assert tier.stats().outages >= 1
+        client.answer.clear()
+        eventually(lambda: tier.contains(keys) == [True] * 3)
+        assert tier.get(keys, pages) == [True] * 3
+        assert wanted == [view.tobytes() for page in pages for view in PagePieces(pool).views(page)]
+
+
+def test_a_string_is_no_list_of_keys(client: PlayedClient) -> None:
+    with tier_on(pool_of("page_first")) as tier:
+        for call in (lambda: tier.put("ab", [0, 1]), lambda: tier.get("ab", [0, 1])):
+            with pytest.raises(ValueError, match=r"keys must be a list of strings, got the string 'ab'"):
+                call()
+        with pytest.raises(ValueError, match="got the string 'ab'"):
+            tier.contains("ab")
+        assert client.objects == {}

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 
@@ -68,6 +69,7 @@ class Breaker:
         self._is_open = False
         self._is_probing = False
         self._retry_at = 0.0
+        self._num_failures = 0
         self.num_trips = 0
 
     def allows(self) -> bool:
@@ -78,18 +80,34 @@ class Breaker:
             if self._is_probing or time.monotonic() < self._retry_at:
                 return False
             self._is_probing = True
-        self._probe().add_done_callback(self._probed)
+            num_failures = self._num_failures
+        is_started = False
+        try:
+            self._probe().add_done_callback(partial(self._probed, num_failures))
+            is_started = True
+        except Exception:  # as good as a probe that fails
+            pass
+        finally:
+            if not is_started:
+                self._end_probe(num_failures, is_back=False)
         return False
 
     def trip(self) -> None:
         with self._lock:
             self.num_trips += not self._is_open
             self._is_open = True
+            self._num_failures += 1
             self._retry_at = time.monotonic() + self._retry_seconds
 
-    def _probed(self, future: "Future[bool]") -> None:
+    def _probed(self, num_failures: int, future: "Future[bool]") -> None:
         is_back = not future.cancelled() and future.exception() is None and future.result()
+        self._end_probe(num_failures, is_back=is_back)
+
+    def _end_probe(self, num_failures: int, *, is_back: bool) -> None:
+        """`num_failures`: those before the probe began, which knows nothing of later ones."""
         with self._lock:
             self._is_probing = False
+            if is_back and num_failures != self._num_failures:
+                return
             self._is_open = not is_back
             self._retry_at = time.monotonic() + self._retry_seconds

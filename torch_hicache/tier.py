@@ -1,5 +1,7 @@
 """What a third tier behind a host pool is, whoever keeps the bytes: an interface, counters, and a URL."""
 
+import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -78,18 +80,21 @@ def check_tier_url(url: str) -> tuple[str, int]:
     Raises:
         ValueError: anything else.
     """
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if host is None or port is None or url != f"mooncake://{parts.netloc}" or parts.username is not None:
-        raise ValueError(f"[tier] a third tier must be mooncake://host:port, got '{url}'.")
+    host, port = None, None
+    if isinstance(url, str):
+        try:
+            parts = urlsplit(url)
+            if url == f"mooncake://{parts.netloc}" and parts.username is None:
+                host, port = parts.hostname, parts.port
+        except ValueError:
+            pass
+    if not host or not port or not re.fullmatch(r"\S+", host):
+        raise ValueError(f"[tier] a third tier must be mooncake://host:port, got {url!r}.")
     return host, port
 
 
 def open_tier(url: str, pool: HostPool, **options: Any) -> ThirdTier:
-    """The tier of a URL behind `pool`; `options` are those of its class.
+    """The tier of a URL behind `pool`; `options` are those of its class but for what the URL says.
 
     Raises:
         ValueError: a bad URL or option.
@@ -99,4 +104,9 @@ def open_tier(url: str, pool: HostPool, **options: Any) -> ThirdTier:
     host, port = check_tier_url(url)
     from torch_hicache.integrations.mooncake import MooncakeTier
 
-    return MooncakeTier(pool, master=f"{host}:{port}", **options)
+    master = f"{host}:{port}"
+    try:
+        inspect.signature(MooncakeTier).bind(pool, master=master, **options)
+    except TypeError as error:
+        raise ValueError(f"[tier] options must be those of MooncakeTier, {error}.") from None
+    return MooncakeTier(pool, master=master, **options)

@@ -39,16 +39,23 @@ class LayerWindow:
         max_tokens: of all sequences together, in each layer.
         device: of K and V; that of the first update without one.
 
+    Raises:
+        ValueError: no layers, a layer twice, or max_tokens below 1.
+
     Streams: the caller's current stream is the one that computes K and V and reads what `update` gives.
     """
 
     def __init__(
         self, name: str, layers: Sequence[int], max_tokens: int, device: torch.device | str | None = None
     ) -> None:
-        if not isinstance(max_tokens, int) or max_tokens < 1:
+        if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
             raise ValueError(f"[{name}] max_tokens must be an integer of 1 or more, got {max_tokens!r}.")
         self._name = name
         self._layers = tuple(layers)
+        if not self._layers or len(set(self._layers)) < len(self._layers):
+            raise ValueError(
+                f"[{name}] layers must be one or more, and each must come once, got {list(layers)}."
+            )
         self._index_of = {layer: i for i, layer in enumerate(self._layers)}
         self._next = dict(zip(self._layers, (*self._layers[1:], self._layers[0]), strict=True))
         self._part_of = {layer: i % 2 for layer, i in self._index_of.items()}
@@ -94,11 +101,11 @@ class LayerWindow:
         """
         self._check(keys, values)
         if self._host_pool is None:
-            self._device = keys.device
-            self._specs = _specs(keys, values)
+            specs = _specs(keys, values)
             with torch.inference_mode(False):
                 num_slots = len(self._layers) * self._max_tokens
-                self._host_pool = HostPool(self._specs, 1, num_slots, device=self._device)
+                self._host_pool = HostPool(specs, 1, num_slots, device=keys.device)
+            self._device, self._specs = keys.device, specs
         return self._host_pool
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,9 +149,16 @@ class LayerWindow:
     def select(self, rows: Tensor) -> None:
         """Let sequence i be what sequence `rows[i]` was; moves nothing.
 
+        Without sequences there is nothing to select from, and nothing happens. To select none is `clear`.
+
         Raises:
             MemoryError: more than `max_tokens`. Nothing has changed then.
         """
+        if not len(self._table):
+            return
+        if not len(rows):
+            self.clear()
+            return
         table = self._table[rows.to("cpu", torch.int64)]
         if table.shape == self._table.shape and torch.equal(table, self._table):
             return
@@ -161,7 +175,14 @@ class LayerWindow:
         self._replace_table(self._table[:, : max(self._lengths.values())])
 
     def clear(self) -> None:
-        """Drop all sequences. The pools stay."""
+        """Drop all sequences, and the errors of their loads and stores. The pools stay.
+
+        Waits for the transfers in flight.
+        """
+        for ticket in {*self._loads.values(), *self._stores.values(), *self._part_stores.values()}:
+            _give_up(ticket)
+        for of_sequences in (self._loads, self._stores, self._part_stores, self._in_part):
+            of_sequences.clear()
         self._lengths = dict.fromkeys(self._layers, 0)
         self._free(self._table)
         self._free(self._spare)
@@ -197,6 +218,8 @@ class LayerWindow:
                 f"[{self._name}] K and V can't carry a gradient through the host pool. Run the model "
                 "under torch.no_grad() or torch.inference_mode()."
             )
+        if not keys.shape[0]:
+            raise ValueError(f"[{self._name}] K and V must be of one sequence or more, got none.")
         if self._device is not None and (keys.device != self._device or values.device != self._device):
             raise ValueError(
                 f"[{self._name}] K and V of all layers must be on {self._device}, got {keys.device} and "
@@ -288,6 +311,7 @@ class LayerWindow:
         self._in_part: dict[int, int] = {}  # the layer that each part holds, or will after its load
         self._loads: dict[int, Ticket] = {}  # into each part, the newest
         self._part_stores: dict[int, Ticket] = {}  # out of each part, the newest
+        self._stray_loads: set[int] = set()  # parts whose newest load was interrupted
 
     def _load(self, engine: TransferEngine, layer: int) -> None:
         """Start to bring a layer into its part of the window, unless it is there or on its way.
@@ -298,12 +322,27 @@ class LayerWindow:
         part = self._part_of[layer]
         if self._in_part.get(part) == layer:
             return
+        # A load that is interrupted may run on, and nobody has its ticket: nothing is known of the part
+        # then. The next load ends after it, also one of no tokens.
+        self._in_part.pop(part, None)
         end = self._lengths[layer]
-        if end:
+        if end or part in self._stray_loads:
+            self._stray_loads.add(part)
             self._loads[part] = engine.load(
                 self._host_slots(layer, 0, end), self._device_slots(part, 0, end)
             )
+            self._stray_loads.remove(part)
         self._in_part[part] = layer
+
+
+def _give_up(ticket: Ticket) -> None:
+    """Wait for its end; its error concerns nobody any more."""
+    try:
+        ticket.wait()
+    except BaseException as error:
+        if error is not ticket.error:
+            raise
+        ticket.cancel()
 
 
 def _specs(keys: Tensor, values: Tensor) -> tuple[PlaneSpec, ...]:

@@ -14,6 +14,9 @@ checksum, and lets a call that hangs be given up.
 import atexit
 import ctypes
 import hashlib
+import logging
+import math
+import numbers
 import operator
 import threading
 import time
@@ -116,8 +119,8 @@ class MooncakeTier:
             ("retry_seconds", retry_seconds),
             ("lease_seconds", lease_seconds),
         ):
-            if not value > 0:
-                raise ValueError(f"[MooncakeTier] {name} must be above 0, got {value}.")
+            if not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+                raise ValueError(f"[MooncakeTier] {name} must be above 0 and finite, got {value!r}.")
         if max_leased_pages < 0:
             raise ValueError(
                 f"[MooncakeTier] max_leased_pages must be 0 or more, got {max_leased_pages}."
@@ -206,7 +209,7 @@ class MooncakeTier:
         start = 0
         while start < len(names) and (room := self._lease_room()) and self._is_there():
             asked = names[start : start + room]
-            results = self._wait(self._calls.start(partial(self._store.batch_is_exist, asked)), 0)
+            results = self._wait(self._calls.start(partial(_codes, self._store.batch_is_exist, asked)), 0)
             if results is None:
                 break
             with self._lock:
@@ -256,8 +259,7 @@ class MooncakeTier:
         return bool(answers)
 
     def _answers(self) -> bool:
-        code: int = self._store.batch_is_exist([_ABSENT_KEY])[0]
-        return code >= 0
+        return _codes(self._store.batch_is_exist, [_ABSENT_KEY])[0] >= 0
 
     def _start(self, part: _Part, run: Callable[[_Part], list[int]]) -> "Future[list[int]]":
         """The pool hands none of the pages out before the call has returned."""
@@ -306,14 +308,15 @@ class MooncakeTier:
 
     def _wait(self, future: "Future[Any]", nbytes: int) -> Any:
         """The result of a call that moves so many bytes, or None."""
+        seconds = self._deadline_seconds + nbytes / self._slowest_bytes_per_second
         try:
-            return future.result(self._deadline_seconds + nbytes / self._slowest_bytes_per_second)
+            return future.result(min(seconds, threading.TIMEOUT_MAX))
         except FutureTimeoutError:
             future.cancel()
             with self._lock:
                 self._stats.calls_abandoned += 1
-        except RuntimeError:  # the client's own
-            pass
+        except Exception as error:  # the client's: what its C++ throws has many types in Python
+            logging.getLogger("torch_hicache").warning("a call of Mooncake's client failed: %r", error)
         self._breaker.trip()
         return None
 
@@ -328,7 +331,7 @@ class MooncakeTier:
             keys = [part.keys[i] for i in left]
             addresses = [self._addresses(part.pages[i]) for i in left]
             sizes = [self._sizes] * len(left)
-            codes = self._store.batch_put_from_multi_buffers(keys, addresses, sizes)
+            codes = _codes(self._store.batch_put_from_multi_buffers, keys, addresses, sizes)
             for i, code in zip(left, codes, strict=True):
                 results[i] = code
             still = [i for i in left if results[i] == NO_SPACE]
@@ -339,8 +342,7 @@ class MooncakeTier:
     def _get_part(self, part: _Part) -> list[int]:
         addresses = [self._addresses(page) for page in part.pages]
         sizes = [self._sizes] * len(part.pages)
-        codes: list[int] = self._store.batch_get_into_multi_buffers(part.keys, addresses, sizes)
-        return codes
+        return _codes(self._store.batch_get_into_multi_buffers, part.keys, addresses, sizes)
 
     def _verified(self, part: _Part, results: list[int]) -> list[bool]:
         wanted_bytes = self._pages.page_bytes + _CHECKSUM_BYTES
@@ -377,6 +379,8 @@ class MooncakeTier:
         """The store's keys."""
         if self._is_closed:
             raise RuntimeError(f"[MooncakeTier] {name} needs an open tier, this one is closed.")
+        if isinstance(keys, str):
+            raise ValueError(f"[MooncakeTier] keys must be a list of strings, got the string {keys!r}.")
         for i, key in enumerate(keys):
             if not isinstance(key, str) or not key:
                 raise ValueError(
@@ -435,6 +439,14 @@ class MooncakeTier:
                 (f"pages_{rest}", len(done) - num_done),
             ):
                 setattr(self._stats, name, getattr(self._stats, name) + value)
+
+
+def _codes(call: Callable[..., Any], keys: list[str], *args: object) -> list[int]:
+    """A code for each key, whatever the client gives."""
+    codes = [int(code) for code in call(keys, *args)]
+    if len(codes) != len(keys):
+        raise RuntimeError(f"[MooncakeTier] the client gave {len(codes)} codes for {len(keys)} keys.")
+    return codes
 
 
 def _close_if_alive(reference: "weakref.ref[MooncakeTier]") -> None:

@@ -60,8 +60,12 @@ class Connection:
     local_hostname: str | None = None
 
     def __post_init__(self) -> None:
-        host, _, port = self.master.rpartition(":")
-        if not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        host, _, port = self.master.rpartition(":") if isinstance(self.master, str) else ("", "", "")
+        if (
+            not re.fullmatch(r"\S+", host)
+            or not re.fullmatch(r"[0-9]{1,5}", port)
+            or not 0 < int(port) < 65536
+        ):
             raise ValueError(f"[MooncakeTier] master must be host:port, got '{self.master}'.")
         if self.segment_bytes < 0:
             raise ValueError(f"[MooncakeTier] segment_bytes must be 0 or more, got {self.segment_bytes}.")

@@ -266,7 +266,7 @@ def test_bad_arguments_are_refused_before_anything_is_done(shared_master: Master
         ({"namespace": ""}, "namespace must say whose pages"),
         ({"segment_bytes": -1}, "segment_bytes must be 0 or more, got -1"),
         ({"protocol": "smoke"}, "protocol must be one of tcp, rdma, got 'smoke'"),
-        ({"deadline_seconds": 0}, "deadline_seconds must be above 0, got 0"),
+        ({"deadline_seconds": 0}, "deadline_seconds must be above 0 and finite, got 0"),
         ({"max_leased_pages": -1}, "max_leased_pages must be 0 or more, got -1"),
     ],
 )

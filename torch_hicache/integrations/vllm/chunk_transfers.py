@@ -9,6 +9,8 @@ consecutive blocks of one group. Host slot `chunk * blocks_per_chunk + i` is blo
 """
 
 import logging
+import operator
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -41,8 +43,9 @@ class Job:
 
     job_id: int
     is_store: bool
-    block_ids: list[int]  # of the device
+    block_ids: list[int]  # of the device; of a job that fails for what is no integer, the others
     chunk_ids: list[int]
+    number: int = 0  # in the order of the calls
     nbytes: int = 0
     seconds: float | None = None  # between its first and its last byte
     error: Exception | None = None
@@ -67,7 +70,8 @@ class ChunkTransfers:
 
     Failures: no call raises for a job. What is wrong with one, a bad block id as well as a refusal by the
     device, is the job's error. Slots that a store has failed to write are remembered, and a load that
-    reads one fails too, until a later store has written it.
+    reads one fails too, until a later store has written it. Only a job_id that is in flight raises, a
+    ValueError: the two could not be told apart.
 
     Raises:
         ValueError: tensors or groups that do not fit together.
@@ -113,7 +117,13 @@ class ChunkTransfers:
         self._runtime: Runtime = runtime_for(self.device) if runtime is None else runtime
         self._streams = {lane: self._runtime.new_stream(f"hicache-{lane}") for lane in _LANES}
         self._jobs: dict[str, deque[Job]] = {lane: deque() for lane in _LANES}
-        self._unwritten: set[int] = set()  # host slots that a store failed to write
+        self._num_jobs = 0
+        # For each host slot: the number of the newest store there, and whether its contents are those of
+        # a store that failed. Stores fail in their stream's thread, while others are submitted.
+        self._marking = threading.Lock()
+        with torch.inference_mode(False):
+            self._newest_store = torch.zeros(num_slots, dtype=torch.int64, device="cpu")
+            self._is_unwritten = torch.zeros(num_slots, dtype=torch.bool, device="cpu")
         self._closed = False
 
     def store(
@@ -197,16 +207,17 @@ class ChunkTransfers:
     ) -> None:
         if self._closed:
             raise RuntimeError("[ChunkTransfers] must be open, it was closed.")
-        blocks = torch.as_tensor(block_ids, dtype=torch.int64)
-        chunks = torch.as_tensor(chunk_ids, dtype=torch.int64)
-        job = Job(job_id, lane == "store", blocks.tolist(), chunks.tolist())
+        if job_id in self.in_flight():
+            raise ValueError(f"[ChunkTransfers] job_id must not be in flight, got {job_id}, which is.")
+        self._num_jobs += 1
+        job = Job(job_id, lane == "store", _integers(block_ids), _integers(chunk_ids), self._num_jobs)
         stream = self._streams[lane]
         try:
+            blocks, chunks = _read_ids(block_ids, "block_ids"), _read_ids(chunk_ids, "chunk_ids")
             moves = self._plan(blocks, chunks, *groups)
             self._check_values(blocks, "block_ids", self._num_blocks)
             self._check_values(chunks, "chunk_ids", self._num_chunks)
-            if self._unwritten:
-                self._check_written(job, moves)
+            self._check_written(job, moves)
             job.nbytes = sum(
                 len(slots) * sum(view.shape[1] for view in self._views[group][0])
                 for group, _, slots in moves
@@ -268,13 +279,19 @@ class ChunkTransfers:
             )
 
     def _check_written(self, job: Job, moves: list[tuple[int, Tensor, Tensor]]) -> None:
-        slots = {slot for _, _, of_group in moves for slot in of_group.tolist()}
-        if job.is_store:  # in order: should this store or an earlier one fail, that comes later
-            self._unwritten -= slots
-        elif bad := slots & self._unwritten:
+        if not moves:
+            return
+        slots = torch.cat([of_group for _, _, of_group in moves])
+        with self._marking:
+            if job.is_store:  # in order: should this store fail, that comes later
+                self._newest_store[slots] = job.number
+                self._is_unwritten[slots] = False
+                return
+            bad = slots[self._is_unwritten[slots]]
+        if len(bad):
             raise RuntimeError(
                 "[ChunkTransfers] a load must read chunks that were stored, got chunk "
-                f"{min(bad) // self._blocks_per_chunk}, whose store failed."
+                f"{int(bad.min()) // self._blocks_per_chunk}, whose store failed."
             )
 
     def _move(self, job: Job, moves: list[tuple[int, Tensor, Tensor]]) -> None:
@@ -317,9 +334,12 @@ class ChunkTransfers:
             return
         job.error = error.with_traceback(None)  # whose frames would keep the tensors alive
         if job.is_store:  # whatever the chunks hold now, it is not what the caller will look for there
-            per_chunk = self._blocks_per_chunk
-            for chunk in job.chunk_ids:
-                self._unwritten.update(range(chunk * per_chunk, (chunk + 1) * per_chunk))
+            with self._marking:
+                newest = self._newest_store.view(-1, self._blocks_per_chunk)
+                is_unwritten = self._is_unwritten.view(-1, self._blocks_per_chunk)
+                for chunk in job.chunk_ids:
+                    if 0 <= chunk < self._num_chunks:  # but for what a later store writes
+                        is_unwritten[chunk] |= newest[chunk] <= job.number
 
     def _finish(self, job: Job) -> None:
         if job.error is None:
@@ -333,6 +353,30 @@ class ChunkTransfers:
                 job.error,
             )
         job.event = job.started = job.ended = None
+
+
+def _integers(ids: Any) -> list[int]:
+    """Those of `ids` that are integers, whatever `ids` may be."""
+    if isinstance(ids, Tensor):
+        ids = ids.tolist()
+    try:
+        return [operator.index(i) for i in ids if hasattr(i, "__index__")]
+    except TypeError:
+        return []
+
+
+def _read_ids(ids: Any, name: str) -> Tensor:
+    try:
+        read = torch.as_tensor(ids, device="cpu")
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        read = None
+    if read is None or read.dim() != 1 or (len(read) and not _is_integral(read.dtype)):
+        raise ValueError(f"[ChunkTransfers] {name} must be a list of int64 values, got {ids!r}.")
+    return read.to(torch.int64)
+
+
+def _is_integral(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _seconds(started: Any, ended: Any) -> float:
