@@ -21,7 +21,11 @@ from torch_hicache.integrations.sglang.addresses import (
     remember,
     run,
 )
-from torch_hicache.integrations.sglang.pages import check_page_size, check_whole_pages
+from torch_hicache.integrations.sglang.pages import (
+    check_page_size,
+    check_whole_pages,
+    tokens_in_range,
+)
 
 
 def _is_positive(*values: int | None) -> bool:
@@ -327,10 +331,10 @@ def _load_page_unified(
     if call is None:
         call = remember(key, forms.one_layer_of_page_unified(dst, src, layer_id))
     # Rows of one page's tokens are neighbours, those of the next page lie behind all other rows of this
-    # page. Padding stays -1, and what is out of range stays so: it is cut to where no product overflows.
+    # page. Padding stays -1; what is out of range on a device stays so.
     page_size = src.shape[4]
     rows_skipped = (math.prod(src.shape[1:4]) - 1) * page_size
-    src_indices = src_indices.long().clamp(-2, src.shape[0] * page_size)
+    src_indices = tokens_in_range(src_indices, src.shape[0] * page_size, "src_indices")
     src_rows = torch.add(
         src_indices, src_indices.div(page_size, rounding_mode="trunc"), alpha=rows_skipped
     )
