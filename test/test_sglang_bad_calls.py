@@ -25,6 +25,7 @@ from torch import Tensor
 
 from torch_hicache import check_errors
 from torch_hicache.integrations.sglang import kvcacheio
+from torch_hicache.integrations.sglang.pages import page_indices
 from torch_hicache.testing import Placement, Snapshot, fill_pool, unchanged
 
 BROKEN_PAGES = {
@@ -194,6 +195,13 @@ def test_one_address_with_several_shapes() -> None:
         assert torch.equal(base, expected)
 
 
+def test_no_indices_of_pages_too_large_for_memory() -> None:
+    for size in (10**13, 1 << 70):
+        for dtype in (torch.int32, torch.int64):
+            none = page_indices(torch.empty(0, dtype=dtype), size, "src_indices")
+            assert (none.dtype, none.shape) == (torch.int64, (0,))
+
+
 def bad_calls() -> dict[str, tuple[Callable[[], None], str]]:
     host, layer = (
         torch.zeros(HOST, LAYERS, HEADS, DIM, dtype=DTYPE),
@@ -217,6 +225,7 @@ def bad_calls() -> dict[str, tuple[Callable[[], None], str]]:
     return {
         "quota_zero": (lambda: page_first(block_quota=0), "block_quota must be 1 or more, got 0"),
         "quota_negative": (lambda: page_first(block_quota=-2), "block_quota must be 1 or more"),
+        "quota_of_65_bits": (lambda: page_first(block_quota=1 << 70), "less than 2..63, got 118"),
         "warps_zero": (
             lambda: page_first(num_warps_per_block=0),
             "num_warps_per_block must be 1 or more",

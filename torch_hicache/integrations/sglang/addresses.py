@@ -59,6 +59,8 @@ def run(call: Call, dst_indices: Tensor, src_indices: Tensor, block_quota: int |
     """transfer_kv, of which a kernel takes `block_quota` blocks at most."""
     if block_quota is not None and block_quota < 1:
         raise bad(f"block_quota must be 1 or more, got {block_quota}.")
+    if block_quota is not None and block_quota >= 1 << 63:
+        raise bad(f"block_quota must be less than 2**63, got {block_quota}.")
     transfer_kv(
         call.dst,
         call.src,

@@ -25,6 +25,8 @@ def page_indices(indices: Tensor, page_size: int, name: str) -> Tensor:
     check_whole_pages(indices, page_size, name)
     if indices.dtype != torch.int64:
         indices = indices.long()
+    if not indices.numel():  # any page size divides it, and there may be no memory for offsets of one
+        return indices
     pages = indices[::page_size].div(page_size, rounding_mode="floor")
     is_on_cpu = indices.device.type == "cpu"
     offsets = _offsets(page_size) if is_on_cpu else torch.arange(page_size, device=indices.device)
