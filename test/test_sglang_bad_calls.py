@@ -24,7 +24,7 @@ from sglang_pools import (
 from torch import Tensor
 
 from torch_hicache import check_errors
-from torch_hicache.integrations.sglang import kvcacheio
+from torch_hicache.integrations.sglang import jit, kvcacheio
 from torch_hicache.integrations.sglang.pages import page_indices
 from torch_hicache.testing import Placement, Snapshot, fill_pool, unchanged
 
@@ -193,6 +193,75 @@ def test_one_address_with_several_shapes() -> None:
         expected = torch.zeros(96, dtype=torch.uint8)
         expected[4 * slot_stride : 4 * slot_stride + 8] = 1
         assert torch.equal(base, expected)
+
+
+REFUSED = {
+    "negated": (torch._neg_view, "must hold its values"),
+    "conjugate": (lambda tensor: tensor.view(torch.complex64).conj(), "must hold its values"),
+    "sparse": (Tensor.to_sparse, "must be a strided tensor, got torch.sparse_coo"),
+    "nested": (
+        lambda tensor: torch.nested.nested_tensor(list(tensor.unbind(0))),
+        "must be a strided tensor",
+    ),
+    "scalar": (lambda tensor: tensor[0, 0], "must have a dimension of tokens or pages, got a scalar"),
+}
+
+
+def calls_of(dst: Tensor, src: Tensor) -> list[Callable[[], None]]:
+    """Rows of 32 bytes; each form of a call that takes tensors on both sides."""
+    one, load = torch.tensor([0]), jit.transfer_hicache_one_layer_mla
+    return [
+        lambda: kvcacheio.transfer_kv_per_layer_mla(src, dst, one, one, 32),
+        lambda: kvcacheio.transfer_kv_per_layer_direct_pf_lf([src], [dst], one, one, 0, 1),
+        lambda: kvcacheio.transfer_kv_all_layer_direct_lf_pf([src], [dst], one, one, 1),
+        lambda: load(dst, one, src, one),
+        lambda: load(dst, one, src, one, element_dim=8),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("side", ["dst", "src"])
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_tensors_that_transfer_kv_refuses(name: str, side: str) -> None:
+    """Before anything is known of an address, and once a call with a good tensor there was served."""
+    change, text = REFUSED[name]
+    dst, src = torch.zeros(4, 8), torch.ones(4, 8)
+    for _ in range(2):
+        changed = (change(dst), src) if side == "dst" else (dst, change(src))
+        for call in calls_of(*changed):
+            with unchanged([dst, src]), pytest.raises(ValueError, match=text):
+                call()
+        kvcacheio.transfer_kv_per_layer_mla(src, dst, torch.tensor([1]), torch.tensor([1]), 32)
+
+
+def test_destinations_that_require_grad() -> None:
+    dst, src = torch.zeros(4, 8), torch.ones(4, 8, requires_grad=True)
+    for call in calls_of(dst, src)[::3]:  # a source that does is read
+        call()
+    dst.requires_grad_()
+    for call in calls_of(dst, src):
+        with unchanged([dst]), pytest.raises(ValueError, match="must not require grad"):
+            call()
+    with torch.no_grad():
+        dst.zero_()
+        calls_of(dst, src)[0]()
+    assert dst.sum(1).tolist() == [8, 0, 0, 0]
+
+
+def test_page_unified_of_tensors_that_transfer_kv_refuses() -> None:
+    layer, pool = torch.zeros(4, 8), torch.zeros(2, 1, 2, 8)
+    one, table = torch.tensor([0]), table_of([layer], "cpu")
+    load = jit.transfer_hicache_one_layer_mla_page_unified_lf
+    store = jit.transfer_hicache_all_layer_mla_staged_lf_page_unified
+    for bad in (pool.to_sparse(), torch._neg_view(pool)):
+        with pytest.raises(ValueError, match="src must"):
+            load(layer, bad, one, one, 0)
+        with pytest.raises(ValueError, match="dst must"):
+            store(table, one, one, None, bad)
+    with unchanged([layer]), pytest.raises(ValueError, match="cache_dst must hold its values"):
+        load(torch._neg_view(layer), pool, one, one, 0)
+    with unchanged([pool]), pytest.raises(ValueError, match="dst must not require grad"):
+        store(table, one, one, None, pool.requires_grad_())
 
 
 def test_no_indices_of_pages_too_large_for_memory() -> None:

@@ -20,6 +20,7 @@ from torch_hicache.dlpack import tensor_at
 transfer_kv = torch.ops.hicache.transfer_kv.default
 
 _END_OF_ADDRESSES = 1 << 56  # of user space, the largest there is on x86-64 and AArch64
+_STRIDED = torch.strided
 _MOST_CALLS = 4096  # kept; a pool of 128 layers needs a few hundred
 
 
@@ -78,8 +79,36 @@ def remember(key: tuple[Any, ...], call: Call) -> Call:
     return call
 
 
-def identity(tensor: Tensor) -> tuple[Any, ...]:
-    """All that a plane of this tensor depends on."""
+def check_tensor(tensor: Tensor, name: str, *, writes: bool = False) -> None:
+    """Refuse what transfer_kv refuses: an address no longer shows it.
+
+    Raises:
+        ValueError: no strided tensor, a conjugate or negated view, a scalar, or (if the call `writes` to
+            it, in grad mode) one that requires grad.
+    """
+    if tensor.layout is not _STRIDED or tensor.is_nested:
+        raise bad(f"{name} must be a strided tensor, got {tensor.layout}.")
+    if tensor.is_conj() or tensor.is_neg():
+        raise bad(
+            f"{name} must hold its values (resolve_conj, resolve_neg), got a view that changes them."
+        )
+    if writes and tensor.requires_grad and torch.is_grad_enabled():
+        raise bad(f"{name} must not require grad, got one that does; use torch.no_grad() or detach it.")
+    if not tensor.dim():
+        raise bad(f"{name} must have a dimension of tokens or pages, got a scalar.")
+
+
+def identity(tensor: Tensor, name: str, *, writes: bool = False) -> tuple[Any, ...]:
+    """All that a plane of this tensor depends on, of a tensor that check_tensor takes."""
+    if (  # all that it refuses: to ask here costs half of a call
+        tensor.layout is not _STRIDED
+        or tensor.is_nested
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or not tensor.dim()
+        or (writes and tensor.requires_grad)
+    ):
+        check_tensor(tensor, name, writes=writes)
     if tensor.is_contiguous():
         return tensor.data_ptr(), tensor.nbytes, tensor.device
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -135,8 +164,6 @@ def token_rows(tensor: Tensor, row_bytes: int, name: str) -> Plane:
     """
     text = f"{name} must hold contiguous rows of {row_bytes} bytes, got {tensor.dtype} "
     text += f"{list(tensor.shape)} with strides {list(tensor.stride())}"
-    if tensor.layout != torch.strided:
-        raise bad(f"{text}.")
     if tensor.is_contiguous():
         if tensor.nbytes % row_bytes:
             raise bad(f"{text}, {tensor.nbytes} bytes.")
