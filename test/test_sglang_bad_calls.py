@@ -1,6 +1,9 @@
 """What the functions of SGLang's kvcacheio refuse: tables, pages, sizes and layers that can't be."""
 
+import copy
+import io
 import mmap
+import types
 import warnings
 from collections.abc import Callable
 
@@ -24,7 +27,7 @@ from sglang_pools import (
 from torch import Tensor
 
 from torch_hicache import check_errors
-from torch_hicache.integrations.sglang import jit, kvcacheio
+from torch_hicache.integrations.sglang import addresses, jit, kvcacheio, plugin
 from torch_hicache.integrations.sglang.pages import page_indices
 from torch_hicache.testing import Placement, Snapshot, fill_pool, unchanged
 
@@ -114,6 +117,10 @@ def test_a_table_bounds_its_planes(placement: Placement) -> None:
 def bad_tables(device: str) -> dict[str, tuple[object, str]]:
     address = torch.zeros(8).data_ptr()
     return {
+        "sparse": (
+            torch.ones(LAYERS, dtype=torch.int64, device=device).to_sparse(),
+            "must be a 1-D uint64",
+        ),
         "zero": (
             torch.zeros(LAYERS, dtype=torch.uint64, device=device),
             r"\[0\] must be an address, got 0",
@@ -176,6 +183,96 @@ def test_a_table_is_read_again_once_it_is_written(device: str) -> None:
     table.fill_(sources[1].data_ptr())
     kvcacheio.transfer_kv_all_layer_mla_lf_pf(table, dst, index, index, 8, 8, 1)
     assert dst[0].tolist() == [2] * 8
+
+
+def _replace(table: Tensor, address: int) -> None:
+    table.data = torch.full_like(table, address)
+
+
+def _write_by_data(table: Tensor, address: int) -> None:
+    table.data.copy_(torch.full_like(table, address))
+
+
+def _write_by_numpy(table: Tensor, address: int) -> None:
+    table.numpy()[:] = address
+
+
+@pytest.mark.parametrize("write", [_replace, _write_by_data, _write_by_numpy])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_writes_that_torch_does_not_count(
+    write: Callable[[Tensor, int], None], dtype: torch.dtype
+) -> None:
+    sources = [torch.full((4, 8), value, dtype=torch.uint8) for value in (1, 2)]
+    dst, index = torch.zeros(4, 8, dtype=torch.uint8), torch.tensor([0])
+    table = torch.tensor([sources[0].data_ptr()], dtype=dtype)
+    version = table._version
+
+    def store() -> None:
+        kvcacheio.transfer_kv_all_layer_mla_lf_pf(table, dst, index, index, 8, 8, 1)
+
+    store()
+    write(table, sources[1].data_ptr())
+    assert table._version == version
+    store()
+    assert dst[0].tolist() == [2] * 8
+    write(table, 4096)
+    for _ in range(2):
+        with unchanged([dst]), pytest.raises(ValueError, match="must be an address of this process"):
+            store()
+    write(table, sources[0].data_ptr())
+    store()
+    assert dst[0].tolist() == [1] * 8
+
+
+def test_a_table_of_other_memory_is_read_again(device: str) -> None:
+    sources = [torch.full((4, 8), value, dtype=torch.uint8, device=device) for value in (1, 2)]
+    dst, index = torch.zeros(4, 8, dtype=torch.uint8, device=device), torch.tensor([0])
+    table = torch.tensor([sources[0].data_ptr()], dtype=torch.int64, device=device)
+    kvcacheio.transfer_kv_all_layer_mla_lf_pf(table, dst, index, index, 8, 8, 1)
+    _replace(table, sources[1].data_ptr())
+    kvcacheio.transfer_kv_all_layer_mla_lf_pf(table, dst, index, index, 8, 8, 1)
+    assert dst[0].tolist() == [2] * 8
+
+
+def test_the_version_of_a_device_table_has_its_memory() -> None:
+    table = torch.tensor([64])
+    first = addresses.version_of(table)
+    assert addresses.version_of(table) == first
+    table.fill_(128)
+    second = addresses.version_of(table)
+    _replace(table, 64)
+    assert len({first, second, addresses.version_of(table)}) == 3
+
+
+def test_a_used_table_is_copied_saved_and_freed() -> None:
+    source = torch.ones(4, 8, dtype=torch.uint8)
+    dst, index = torch.zeros(4, 8, dtype=torch.uint8), torch.tensor([0])
+    kept = len(addresses._tables)
+    table = table_of([source], "cpu")
+    kvcacheio.transfer_kv_all_layer_mla_lf_pf(table, dst, index, index, 8, 8, 1)
+    assert len(addresses._tables) == kept + 1
+    file = io.BytesIO()
+    torch.save(table, file)
+    file.seek(0)
+    for copied in (torch.load(file), copy.deepcopy(table)):
+        assert torch.equal(copied, table)
+        assert vars(copied) == vars(table) == {}
+    del table
+    assert len(addresses._tables) == kept
+
+
+def test_pages_are_kept_as_long_as_their_indices() -> None:
+    host = types.SimpleNamespace(page_size=PAGE, layout="page_head")
+    planes = plugin.PoolPlanes(host, [], {})
+    kept = len(plugin._pages)
+    for numbers in ([2, 0], []):
+        tokens = pages(numbers) if numbers else torch.empty(0, dtype=torch.int64)
+        assert planes.indices(tokens, "indices").tolist() == numbers
+        assert planes.indices(tokens, "indices") is planes.indices(tokens, "indices")
+        assert len(plugin._pages) == kept + 1
+        assert vars(copy.deepcopy(tokens)) == {}
+        del tokens
+        assert len(plugin._pages) == kept
 
 
 def test_one_address_with_several_shapes() -> None:

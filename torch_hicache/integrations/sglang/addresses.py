@@ -7,6 +7,7 @@ again, since address, size and strides of the caller's tensor are its key.
 
 import atexit
 import itertools
+import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -186,32 +187,52 @@ def token_rows(tensor: Tensor, row_bytes: int, name: str) -> Plane:
 class AddressTable:
     """The addresses that a table held when it was read."""
 
-    def __init__(self, addresses: Sequence[int], device: torch.device, version: int) -> None:
+    def __init__(self, addresses: Sequence[int], device: torch.device, version: object) -> None:
         self.addresses = tuple(addresses)
         self.device = device
         self.version = version
 
 
-def version_of(tensor: Tensor) -> int:
-    """Grows when torch writes to the tensor; inference tensors have no counter."""
-    return 0 if tensor.is_inference() else tensor._version
+_tables: dict[int, AddressTable] = {}  # by id of the table's tensor, kept with it
+
+
+def keep_with(tensor: Tensor, kept: dict[int, Any], value: object) -> None:
+    """In `kept` by the tensor's id, until the tensor dies. On it, it would be copied with it."""
+    if id(tensor) not in kept:
+        weakref.finalize(tensor, kept.pop, id(tensor), None).atexit = False
+    kept[id(tensor)] = value
+
+
+def version_of(tensor: Tensor) -> tuple[int, int]:
+    """Differs once torch has written to the tensor or given it other memory.
+
+    Writes past torch or through `.data` do not show; inference tensors have no counter at all.
+    """
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+def _version_of_table(table: Tensor) -> object:
+    """On the CPU the values themselves: a microsecond, and no write to them goes unseen."""
+    return table.tolist() if table.is_cpu else version_of(table)
 
 
 def read_table(table: Tensor, name: str) -> AddressTable:
     """The addresses in a 1-D uint64 or int64 tensor, as the device sees them.
 
-    The first read of a table on an accelerator waits for it. What was read is kept on the tensor itself
-    and lives no longer. It is read again once torch has written to it; torch must see all writes, and an
-    inference tensor must not change.
+    The first read of a table on an accelerator waits for it, and is kept while the tensor lives. It is
+    read again once torch has written to the tensor or given it other memory. In no other way may a table
+    on a device change (through `.data`, say), and an inference tensor there not at all. A table on the
+    CPU is read in each call.
 
     Raises:
         ValueError: no such tensor, an address that can't be one, or a first read while a stream captures.
     """
-    known = getattr(table, "_hicache_addresses", None)
-    if known is not None and known.version == version_of(table):
+    known = _tables.get(id(table))
+    if known is not None and known.version == _version_of_table(table):
         return known
     if (
         not isinstance(table, Tensor)
+        or table.layout is not _STRIDED
         or table.dtype not in (torch.uint64, torch.int64)
         or table.dim() != 1
     ):
@@ -219,12 +240,13 @@ def read_table(table: Tensor, name: str) -> AddressTable:
         raise bad(f"{name} must be a 1-D uint64 tensor of addresses, got {got}.")
     if table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise bad(f"{name} must have been used once before a stream captures: reading it waits.")
+    version = _version_of_table(table)
     addresses = table.tolist()
     for i, address in enumerate(addresses):
         if not 0 < address < _END_OF_ADDRESSES:
             raise bad(f"{name}[{i}] must be an address, got {address}.")
-    read = AddressTable(addresses, table.device, version_of(table))
-    table._hicache_addresses = read
+    read = AddressTable(addresses, table.device, version)
+    keep_with(table, _tables, read)
     return read
 
 

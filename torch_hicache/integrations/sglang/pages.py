@@ -23,10 +23,10 @@ def page_indices(indices: Tensor, page_size: int, name: str) -> Tensor:
     check_page_size(page_size)
     check_indices(indices, name)
     check_whole_pages(indices, page_size, name)
+    if not indices.numel():  # any page size divides it, and there may be no memory for offsets of one
+        return torch.empty_like(indices, dtype=torch.int64)
     if indices.dtype != torch.int64:
         indices = indices.long()
-    if not indices.numel():  # any page size divides it, and there may be no memory for offsets of one
-        return indices
     pages = indices[::page_size].div(page_size, rounding_mode="floor")
     is_on_cpu = indices.device.type == "cpu"
     offsets = _offsets(page_size) if is_on_cpu else torch.arange(page_size, device=indices.device)
