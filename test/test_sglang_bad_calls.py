@@ -158,6 +158,41 @@ def test_addresses_outside_of_the_process(address: int) -> None:
         kvcacheio.transfer_kv_all_layer_mla_lf_pf(table, dst, index, index, ITEM, ITEM, 1)
 
 
+SEGMENTS = [  # as torch.cuda.memory_snapshot has them: live and free blocks on two devices
+    {
+        "device": owner,
+        "address": base,
+        "total_size": 4096,
+        "blocks": [
+            {"address": base, "size": 1024, "requested_size": 1000, "state": "active_allocated"},
+            {"address": base + 1024, "size": 3072, "requested_size": 0, "state": "inactive"},
+        ],
+    }
+    for owner, base in ((1, 1 << 41), (0, 1 << 40))
+]
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_addresses_of_another_gpu(monkeypatch: pytest.MonkeyPatch, owner: int) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: SEGMENTS)
+    device, base, other = torch.device("cuda", owner), 1 << 40 + owner, 1 << 41 - owner
+
+    def rows(address: int) -> list[addresses.Plane]:
+        table = addresses.AddressTable([address], device, version=0)
+        return addresses.table_rows([table], ["src_layers"], 8, 8, writes=False)[0]
+
+    for address in (other, other + 992, other + 2048, other + 4088):
+        text = rf"src_layers\[0\] must be an address on {device}, got {address} of cuda:{1 - owner}"
+        with pytest.raises(ValueError, match=text):
+            rows(address)
+    assert rows(base)[0].slots == 125  # to the end of what was asked for
+    assert rows(base + 992)[0].slots == 1
+    with pytest.raises(ValueError, match=r"src_layers\[0\] has 4 bytes behind it"):
+        rows(base + 996)
+    for address in (base - 8, base + 2048, other - 8, other + 4096):  # not torch's, or free
+        assert rows(address)[0].slots > 1 << 50
+
+
 def test_memory_that_can_not_be_written() -> None:
     with mmap.mmap(-1, 2 * mmap.PAGESIZE, prot=mmap.PROT_READ) as memory, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of memory that can't be written

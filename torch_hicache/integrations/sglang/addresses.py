@@ -273,15 +273,18 @@ def table_rows(
     addresses = sorted({address for table in tables for address in table.addresses})
     slots = _slots_between(addresses, row_bytes, slot_stride)
     spans = known_memory(device, writes=writes)
-    starts = [begin for begin, _ in spans]
+    starts = [span.begin for span in spans]
     for table, name in zip(tables, names, strict=True):
         for i, address in enumerate(table.addresses):
-            span = spans[bisect_right(starts, address) - 1] if spans and address >= starts[0] else (0, 0)
-            if span[1] <= address:
+            at = bisect_right(starts, address) - 1
+            span = spans[at] if at >= 0 else Span(0, 0, device)
+            if span.end <= address:
                 if device.type == "cpu":
                     raise bad(f"{name}[{i}] must be an address of this process, got {address}.")
                 continue  # memory that torch did not allocate
-            room = span[1] - address
+            if span.device != device:
+                raise bad(f"{name}[{i}] must be an address on {device}, got {address} of {span.device}.")
+            room = span.end - address
             if room < row_bytes:
                 raise bad(f"{name}[{i}] has {room} bytes behind it, a row has {row_bytes}.")
             slots = min(slots, (room - row_bytes) // slot_stride + 1)
@@ -311,34 +314,52 @@ def _slots_between(addresses: Sequence[int], row_bytes: int, slot_stride: int) -
     return most
 
 
-def known_memory(device: torch.device, *, writes: bool) -> list[tuple[int, int]]:
-    """[begin, end) of what is known of this device's memory, in order. A plane can't leave its span.
+class Span(NamedTuple):
+    """Memory from `begin` up to `end`, of this device."""
+
+    begin: int
+    end: int
+    device: torch.device
+
+
+def known_memory(device: torch.device, *, writes: bool) -> list[Span]:
+    """What is known of the memory at addresses given to `device`, in order. A plane stays in its span.
 
     On the CPU what the process may read (and write, if it `writes`), on CUDA the live blocks of torch's
-    allocator (none of which is host memory that the device reaches).
+    allocator (none of which is host memory that the device reaches) and all it has on other GPUs.
     """
     if device.type == "cuda":
         try:
             segments = torch.cuda.memory_snapshot()
         except RuntimeError:  # an allocator without one, such as cudaMallocAsync
             return []
-        blocks = [
-            (block["address"], block["address"] + block.get("requested_size", block["size"]))
-            for segment in segments
-            for block in segment["blocks"]
-            if block["state"].startswith("active")
-        ]
-        return sorted(blocks)
+        return sorted(
+            (span for segment in segments for span in _spans_of(segment, device)),
+            key=lambda span: span.begin,
+        )
     if device.type != "cpu":
         return []
-    spans: list[tuple[int, int]] = []
+    spans: list[Span] = []
     with open("/proc/self/maps") as maps:
         for line in maps:
             bounds, permissions = line.split()[:2]
             begin, end = (int(part, 16) for part in bounds.split("-"))
             if not permissions.startswith("rw" if writes else "r"):
                 continue
-            if spans and spans[-1][1] == begin:
-                begin = spans.pop()[0]
-            spans.append((begin, end))
+            if spans and spans[-1].end == begin:
+                begin = spans.pop().begin
+            spans.append(Span(begin, end, device))
     return spans
+
+
+def _spans_of(segment: dict[str, Any], device: torch.device) -> list[Span]:
+    """The live blocks of a segment on `device`, or all of one elsewhere."""
+    owner = torch.device("cuda", segment["device"])
+    if owner != device:
+        begin = segment["address"]
+        return [Span(begin, begin + segment["total_size"], owner)]
+    return [
+        Span(block["address"], block["address"] + block.get("requested_size", block["size"]), owner)
+        for block in segment["blocks"]
+        if block["state"].startswith("active")
+    ]
