@@ -1,6 +1,9 @@
 """What the functions of SGLang's kvcacheio refuse: tables, pages, sizes and layers that can't be."""
 
+import copy
+import io
 import mmap
+import types
 import warnings
 from collections.abc import Callable
 
@@ -24,7 +27,8 @@ from sglang_pools import (
 from torch import Tensor
 
 from torch_hicache import check_errors
-from torch_hicache.integrations.sglang import kvcacheio
+from torch_hicache.integrations.sglang import addresses, jit, kvcacheio, plugin
+from torch_hicache.integrations.sglang.pages import page_indices
 from torch_hicache.testing import Placement, Snapshot, fill_pool, unchanged
 
 BROKEN_PAGES = {
@@ -113,6 +117,10 @@ def test_a_table_bounds_its_planes(placement: Placement) -> None:
 def bad_tables(device: str) -> dict[str, tuple[object, str]]:
     address = torch.zeros(8).data_ptr()
     return {
+        "sparse": (
+            torch.ones(LAYERS, dtype=torch.int64, device=device).to_sparse(),
+            "must be a 1-D uint64",
+        ),
         "zero": (
             torch.zeros(LAYERS, dtype=torch.uint64, device=device),
             r"\[0\] must be an address, got 0",
@@ -150,6 +158,41 @@ def test_addresses_outside_of_the_process(address: int) -> None:
         kvcacheio.transfer_kv_all_layer_mla_lf_pf(table, dst, index, index, ITEM, ITEM, 1)
 
 
+SEGMENTS = [  # as torch.cuda.memory_snapshot has them: live and free blocks on two devices
+    {
+        "device": owner,
+        "address": base,
+        "total_size": 4096,
+        "blocks": [
+            {"address": base, "size": 1024, "requested_size": 1000, "state": "active_allocated"},
+            {"address": base + 1024, "size": 3072, "requested_size": 0, "state": "inactive"},
+        ],
+    }
+    for owner, base in ((1, 1 << 41), (0, 1 << 40))
+]
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_addresses_of_another_gpu(monkeypatch: pytest.MonkeyPatch, owner: int) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: SEGMENTS)
+    device, base, other = torch.device("cuda", owner), 1 << 40 + owner, 1 << 41 - owner
+
+    def rows(address: int) -> list[addresses.Plane]:
+        table = addresses.AddressTable([address], device, version=0)
+        return addresses.table_rows([table], ["src_layers"], 8, 8, writes=False)[0]
+
+    for address in (other, other + 992, other + 2048, other + 4088):
+        text = rf"src_layers\[0\] must be an address on {device}, got {address} of cuda:{1 - owner}"
+        with pytest.raises(ValueError, match=text):
+            rows(address)
+    assert rows(base)[0].slots == 125  # to the end of what was asked for
+    assert rows(base + 992)[0].slots == 1
+    with pytest.raises(ValueError, match=r"src_layers\[0\] has 4 bytes behind it"):
+        rows(base + 996)
+    for address in (base - 8, base + 2048, other - 8, other + 4096):  # not torch's, or free
+        assert rows(address)[0].slots > 1 << 50
+
+
 def test_memory_that_can_not_be_written() -> None:
     with mmap.mmap(-1, 2 * mmap.PAGESIZE, prot=mmap.PROT_READ) as memory, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of memory that can't be written
@@ -177,6 +220,96 @@ def test_a_table_is_read_again_once_it_is_written(device: str) -> None:
     assert dst[0].tolist() == [2] * 8
 
 
+def _replace(table: Tensor, address: int) -> None:
+    table.data = torch.full_like(table, address)
+
+
+def _write_by_data(table: Tensor, address: int) -> None:
+    table.data.copy_(torch.full_like(table, address))
+
+
+def _write_by_numpy(table: Tensor, address: int) -> None:
+    table.numpy()[:] = address
+
+
+@pytest.mark.parametrize("write", [_replace, _write_by_data, _write_by_numpy])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_writes_that_torch_does_not_count(
+    write: Callable[[Tensor, int], None], dtype: torch.dtype
+) -> None:
+    sources = [torch.full((4, 8), value, dtype=torch.uint8) for value in (1, 2)]
+    dst, index = torch.zeros(4, 8, dtype=torch.uint8), torch.tensor([0])
+    table = torch.tensor([sources[0].data_ptr()], dtype=dtype)
+    version = table._version
+
+    def store() -> None:
+        kvcacheio.transfer_kv_all_layer_mla_lf_pf(table, dst, index, index, 8, 8, 1)
+
+    store()
+    write(table, sources[1].data_ptr())
+    assert table._version == version
+    store()
+    assert dst[0].tolist() == [2] * 8
+    write(table, 4096)
+    for _ in range(2):
+        with unchanged([dst]), pytest.raises(ValueError, match="must be an address of this process"):
+            store()
+    write(table, sources[0].data_ptr())
+    store()
+    assert dst[0].tolist() == [1] * 8
+
+
+def test_a_table_of_other_memory_is_read_again(device: str) -> None:
+    sources = [torch.full((4, 8), value, dtype=torch.uint8, device=device) for value in (1, 2)]
+    dst, index = torch.zeros(4, 8, dtype=torch.uint8, device=device), torch.tensor([0])
+    table = torch.tensor([sources[0].data_ptr()], dtype=torch.int64, device=device)
+    kvcacheio.transfer_kv_all_layer_mla_lf_pf(table, dst, index, index, 8, 8, 1)
+    _replace(table, sources[1].data_ptr())
+    kvcacheio.transfer_kv_all_layer_mla_lf_pf(table, dst, index, index, 8, 8, 1)
+    assert dst[0].tolist() == [2] * 8
+
+
+def test_the_version_of_a_device_table_has_its_memory() -> None:
+    table = torch.tensor([64])
+    first = addresses.version_of(table)
+    assert addresses.version_of(table) == first
+    table.fill_(128)
+    second = addresses.version_of(table)
+    _replace(table, 64)
+    assert len({first, second, addresses.version_of(table)}) == 3
+
+
+def test_a_used_table_is_copied_saved_and_freed() -> None:
+    source = torch.ones(4, 8, dtype=torch.uint8)
+    dst, index = torch.zeros(4, 8, dtype=torch.uint8), torch.tensor([0])
+    kept = len(addresses._tables)
+    table = table_of([source], "cpu")
+    kvcacheio.transfer_kv_all_layer_mla_lf_pf(table, dst, index, index, 8, 8, 1)
+    assert len(addresses._tables) == kept + 1
+    file = io.BytesIO()
+    torch.save(table, file)
+    file.seek(0)
+    for copied in (torch.load(file), copy.deepcopy(table)):
+        assert torch.equal(copied, table)
+        assert vars(copied) == vars(table) == {}
+    del table
+    assert len(addresses._tables) == kept
+
+
+def test_pages_are_kept_as_long_as_their_indices() -> None:
+    host = types.SimpleNamespace(page_size=PAGE, layout="page_head")
+    planes = plugin.PoolPlanes(host, [], {})
+    kept = len(plugin._pages)
+    for numbers in ([2, 0], []):
+        tokens = pages(numbers) if numbers else torch.empty(0, dtype=torch.int64)
+        assert planes.indices(tokens, "indices").tolist() == numbers
+        assert planes.indices(tokens, "indices") is planes.indices(tokens, "indices")
+        assert len(plugin._pages) == kept + 1
+        assert vars(copy.deepcopy(tokens)) == {}
+        del tokens
+        assert len(plugin._pages) == kept
+
+
 def test_one_address_with_several_shapes() -> None:
     """What is kept for an address serves tensors of one size and stride only."""
     base, src, index = torch.zeros(96, dtype=torch.uint8), torch.ones(12, 8), torch.tensor([4])
@@ -192,6 +325,82 @@ def test_one_address_with_several_shapes() -> None:
         expected = torch.zeros(96, dtype=torch.uint8)
         expected[4 * slot_stride : 4 * slot_stride + 8] = 1
         assert torch.equal(base, expected)
+
+
+REFUSED = {
+    "negated": (torch._neg_view, "must hold its values"),
+    "conjugate": (lambda tensor: tensor.view(torch.complex64).conj(), "must hold its values"),
+    "sparse": (Tensor.to_sparse, "must be a strided tensor, got torch.sparse_coo"),
+    "nested": (
+        lambda tensor: torch.nested.nested_tensor(list(tensor.unbind(0))),
+        "must be a strided tensor",
+    ),
+    "scalar": (lambda tensor: tensor[0, 0], "must have a dimension of tokens or pages, got a scalar"),
+}
+
+
+def calls_of(dst: Tensor, src: Tensor) -> list[Callable[[], None]]:
+    """Rows of 32 bytes; each form of a call that takes tensors on both sides."""
+    one, load = torch.tensor([0]), jit.transfer_hicache_one_layer_mla
+    return [
+        lambda: kvcacheio.transfer_kv_per_layer_mla(src, dst, one, one, 32),
+        lambda: kvcacheio.transfer_kv_per_layer_direct_pf_lf([src], [dst], one, one, 0, 1),
+        lambda: kvcacheio.transfer_kv_all_layer_direct_lf_pf([src], [dst], one, one, 1),
+        lambda: load(dst, one, src, one),
+        lambda: load(dst, one, src, one, element_dim=8),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("side", ["dst", "src"])
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_tensors_that_transfer_kv_refuses(name: str, side: str) -> None:
+    """Before anything is known of an address, and once a call with a good tensor there was served."""
+    change, text = REFUSED[name]
+    dst, src = torch.zeros(4, 8), torch.ones(4, 8)
+    for _ in range(2):
+        changed = (change(dst), src) if side == "dst" else (dst, change(src))
+        for call in calls_of(*changed):
+            with unchanged([dst, src]), pytest.raises(ValueError, match=text):
+                call()
+        kvcacheio.transfer_kv_per_layer_mla(src, dst, torch.tensor([1]), torch.tensor([1]), 32)
+
+
+def test_destinations_that_require_grad() -> None:
+    dst, src = torch.zeros(4, 8), torch.ones(4, 8, requires_grad=True)
+    for call in calls_of(dst, src)[::3]:  # a source that does is read
+        call()
+    dst.requires_grad_()
+    for call in calls_of(dst, src):
+        with unchanged([dst]), pytest.raises(ValueError, match="must not require grad"):
+            call()
+    with torch.no_grad():
+        dst.zero_()
+        calls_of(dst, src)[0]()
+    assert dst.sum(1).tolist() == [8, 0, 0, 0]
+
+
+def test_page_unified_of_tensors_that_transfer_kv_refuses() -> None:
+    layer, pool = torch.zeros(4, 8), torch.zeros(2, 1, 2, 8)
+    one, table = torch.tensor([0]), table_of([layer], "cpu")
+    load = jit.transfer_hicache_one_layer_mla_page_unified_lf
+    store = jit.transfer_hicache_all_layer_mla_staged_lf_page_unified
+    for bad in (pool.to_sparse(), torch._neg_view(pool)):
+        with pytest.raises(ValueError, match="src must"):
+            load(layer, bad, one, one, 0)
+        with pytest.raises(ValueError, match="dst must"):
+            store(table, one, one, None, bad)
+    with unchanged([layer]), pytest.raises(ValueError, match="cache_dst must hold its values"):
+        load(torch._neg_view(layer), pool, one, one, 0)
+    with unchanged([pool]), pytest.raises(ValueError, match="dst must not require grad"):
+        store(table, one, one, None, pool.requires_grad_())
+
+
+def test_no_indices_of_pages_too_large_for_memory() -> None:
+    for size in (10**13, 1 << 70):
+        for dtype in (torch.int32, torch.int64):
+            none = page_indices(torch.empty(0, dtype=dtype), size, "src_indices")
+            assert (none.dtype, none.shape) == (torch.int64, (0,))
 
 
 def bad_calls() -> dict[str, tuple[Callable[[], None], str]]:
@@ -217,6 +426,7 @@ def bad_calls() -> dict[str, tuple[Callable[[], None], str]]:
     return {
         "quota_zero": (lambda: page_first(block_quota=0), "block_quota must be 1 or more, got 0"),
         "quota_negative": (lambda: page_first(block_quota=-2), "block_quota must be 1 or more"),
+        "quota_of_65_bits": (lambda: page_first(block_quota=1 << 70), "less than 2..63, got 118"),
         "warps_zero": (
             lambda: page_first(num_warps_per_block=0),
             "num_warps_per_block must be 1 or more",

@@ -268,8 +268,30 @@ def test_page_unified_tokens_out_of_range(placement: Placement, token: int) -> N
         if placement.device != "cpu":
             check_errors(placement.device)
 
-    with unchanged([unified, layer]), pytest.raises(IndexError, match=r"src_indices\[0\] is"):
+    on_cpu = placement.src_indices_device == "cpu"
+    text = rf"{token}, out of range for {HOST} tokens" if on_cpu else ""
+    with unchanged([unified, layer]), pytest.raises(IndexError, match=rf"src_indices\[0\] is {text}"):
         load()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.uint8])
+def test_page_unified_indices_of_other_dtypes(device: str, dtype: torch.dtype) -> None:
+    unified = torch.ones(HOST_PAGES, LAYERS, PAGE, 12, dtype=torch.uint8)
+    layer = torch.zeros(DEVICE, 12, dtype=torch.uint8)
+    bad, good = torch.ones(1, dtype=dtype, device=device), torch.tensor([1], device=device)
+    load = jit.transfer_hicache_one_layer_mla_page_unified_lf
+    with unchanged([layer]), pytest.raises(ValueError, match="src_indices must be 1-D, int32 or int64"):
+        load(layer, unified, bad, good, 0)
+    with unchanged([layer]), pytest.raises(ValueError, match="dst_indices must be int32 or int64"):
+        load(layer, unified, good, bad, 0)
+
+
+def test_page_unified_indices_of_two_dimensions() -> None:
+    unified = torch.ones(HOST_PAGES, LAYERS, PAGE, 12, dtype=torch.uint8)
+    layer = torch.zeros(DEVICE, 12, dtype=torch.uint8)
+    one = torch.tensor([1])
+    with unchanged([layer]), pytest.raises(ValueError, match="src_indices must be 1-D, int32 or int64"):
+        jit.transfer_hicache_one_layer_mla_page_unified_lf(layer, unified, one[None], one, 0)
 
 
 def test_can_use() -> None:

@@ -7,6 +7,7 @@ again, since address, size and strides of the caller's tensor are its key.
 
 import atexit
 import itertools
+import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch_hicache.dlpack import tensor_at
 transfer_kv = torch.ops.hicache.transfer_kv.default
 
 _END_OF_ADDRESSES = 1 << 56  # of user space, the largest there is on x86-64 and AArch64
+_STRIDED = torch.strided
 _MOST_CALLS = 4096  # kept; a pool of 128 layers needs a few hundred
 
 
@@ -59,6 +61,8 @@ def run(call: Call, dst_indices: Tensor, src_indices: Tensor, block_quota: int |
     """transfer_kv, of which a kernel takes `block_quota` blocks at most."""
     if block_quota is not None and block_quota < 1:
         raise bad(f"block_quota must be 1 or more, got {block_quota}.")
+    if block_quota is not None and block_quota >= 1 << 63:
+        raise bad(f"block_quota must be less than 2**63, got {block_quota}.")
     transfer_kv(
         call.dst,
         call.src,
@@ -76,8 +80,36 @@ def remember(key: tuple[Any, ...], call: Call) -> Call:
     return call
 
 
-def identity(tensor: Tensor) -> tuple[Any, ...]:
-    """All that a plane of this tensor depends on."""
+def check_tensor(tensor: Tensor, name: str, *, writes: bool = False) -> None:
+    """Refuse what transfer_kv refuses: an address no longer shows it.
+
+    Raises:
+        ValueError: no strided tensor, a conjugate or negated view, a scalar, or (if the call `writes` to
+            it, in grad mode) one that requires grad.
+    """
+    if tensor.layout is not _STRIDED or tensor.is_nested:
+        raise bad(f"{name} must be a strided tensor, got {tensor.layout}.")
+    if tensor.is_conj() or tensor.is_neg():
+        raise bad(
+            f"{name} must hold its values (resolve_conj, resolve_neg), got a view that changes them."
+        )
+    if writes and tensor.requires_grad and torch.is_grad_enabled():
+        raise bad(f"{name} must not require grad, got one that does; use torch.no_grad() or detach it.")
+    if not tensor.dim():
+        raise bad(f"{name} must have a dimension of tokens or pages, got a scalar.")
+
+
+def identity(tensor: Tensor, name: str, *, writes: bool = False) -> tuple[Any, ...]:
+    """All that a plane of this tensor depends on, of a tensor that check_tensor takes."""
+    if (  # all that it refuses: to ask here costs half of a call
+        tensor.layout is not _STRIDED
+        or tensor.is_nested
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or not tensor.dim()
+        or (writes and tensor.requires_grad)
+    ):
+        check_tensor(tensor, name, writes=writes)
     if tensor.is_contiguous():
         return tensor.data_ptr(), tensor.nbytes, tensor.device
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -133,8 +165,6 @@ def token_rows(tensor: Tensor, row_bytes: int, name: str) -> Plane:
     """
     text = f"{name} must hold contiguous rows of {row_bytes} bytes, got {tensor.dtype} "
     text += f"{list(tensor.shape)} with strides {list(tensor.stride())}"
-    if tensor.layout != torch.strided:
-        raise bad(f"{text}.")
     if tensor.is_contiguous():
         if tensor.nbytes % row_bytes:
             raise bad(f"{text}, {tensor.nbytes} bytes.")
@@ -157,32 +187,52 @@ def token_rows(tensor: Tensor, row_bytes: int, name: str) -> Plane:
 class AddressTable:
     """The addresses that a table held when it was read."""
 
-    def __init__(self, addresses: Sequence[int], device: torch.device, version: int) -> None:
+    def __init__(self, addresses: Sequence[int], device: torch.device, version: object) -> None:
         self.addresses = tuple(addresses)
         self.device = device
         self.version = version
 
 
-def version_of(tensor: Tensor) -> int:
-    """Grows when torch writes to the tensor; inference tensors have no counter."""
-    return 0 if tensor.is_inference() else tensor._version
+_tables: dict[int, AddressTable] = {}  # by id of the table's tensor, kept with it
+
+
+def keep_with(tensor: Tensor, kept: dict[int, Any], value: object) -> None:
+    """In `kept` by the tensor's id, until the tensor dies. On it, it would be copied with it."""
+    if id(tensor) not in kept:
+        weakref.finalize(tensor, kept.pop, id(tensor), None).atexit = False
+    kept[id(tensor)] = value
+
+
+def version_of(tensor: Tensor) -> tuple[int, int]:
+    """Differs once torch has written to the tensor or given it other memory.
+
+    Writes past torch or through `.data` do not show; inference tensors have no counter at all.
+    """
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+def _version_of_table(table: Tensor) -> object:
+    """On the CPU the values themselves: a microsecond, and no write to them goes unseen."""
+    return table.tolist() if table.is_cpu else version_of(table)
 
 
 def read_table(table: Tensor, name: str) -> AddressTable:
     """The addresses in a 1-D uint64 or int64 tensor, as the device sees them.
 
-    The first read of a table on an accelerator waits for it. What was read is kept on the tensor itself
-    and lives no longer. It is read again once torch has written to it; torch must see all writes, and an
-    inference tensor must not change.
+    The first read of a table on an accelerator waits for it, and is kept while the tensor lives. It is
+    read again once torch has written to the tensor or given it other memory. In no other way may a table
+    on a device change (through `.data`, say), and an inference tensor there not at all. A table on the
+    CPU is read in each call.
 
     Raises:
         ValueError: no such tensor, an address that can't be one, or a first read while a stream captures.
     """
-    known = getattr(table, "_hicache_addresses", None)
-    if known is not None and known.version == version_of(table):
+    known = _tables.get(id(table))
+    if known is not None and known.version == _version_of_table(table):
         return known
     if (
         not isinstance(table, Tensor)
+        or table.layout is not _STRIDED
         or table.dtype not in (torch.uint64, torch.int64)
         or table.dim() != 1
     ):
@@ -190,12 +240,13 @@ def read_table(table: Tensor, name: str) -> AddressTable:
         raise bad(f"{name} must be a 1-D uint64 tensor of addresses, got {got}.")
     if table.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise bad(f"{name} must have been used once before a stream captures: reading it waits.")
+    version = _version_of_table(table)
     addresses = table.tolist()
     for i, address in enumerate(addresses):
         if not 0 < address < _END_OF_ADDRESSES:
             raise bad(f"{name}[{i}] must be an address, got {address}.")
-    read = AddressTable(addresses, table.device, version_of(table))
-    table._hicache_addresses = read
+    read = AddressTable(addresses, table.device, version)
+    keep_with(table, _tables, read)
     return read
 
 
@@ -222,15 +273,18 @@ def table_rows(
     addresses = sorted({address for table in tables for address in table.addresses})
     slots = _slots_between(addresses, row_bytes, slot_stride)
     spans = known_memory(device, writes=writes)
-    starts = [begin for begin, _ in spans]
+    starts = [span.begin for span in spans]
     for table, name in zip(tables, names, strict=True):
         for i, address in enumerate(table.addresses):
-            span = spans[bisect_right(starts, address) - 1] if spans and address >= starts[0] else (0, 0)
-            if span[1] <= address:
+            at = bisect_right(starts, address) - 1
+            span = spans[at] if at >= 0 else Span(0, 0, device)
+            if span.end <= address:
                 if device.type == "cpu":
                     raise bad(f"{name}[{i}] must be an address of this process, got {address}.")
                 continue  # memory that torch did not allocate
-            room = span[1] - address
+            if span.device != device:
+                raise bad(f"{name}[{i}] must be an address on {device}, got {address} of {span.device}.")
+            room = span.end - address
             if room < row_bytes:
                 raise bad(f"{name}[{i}] has {room} bytes behind it, a row has {row_bytes}.")
             slots = min(slots, (room - row_bytes) // slot_stride + 1)
@@ -260,34 +314,52 @@ def _slots_between(addresses: Sequence[int], row_bytes: int, slot_stride: int) -
     return most
 
 
-def known_memory(device: torch.device, *, writes: bool) -> list[tuple[int, int]]:
-    """[begin, end) of what is known of this device's memory, in order. A plane can't leave its span.
+class Span(NamedTuple):
+    """Memory from `begin` up to `end`, of this device."""
+
+    begin: int
+    end: int
+    device: torch.device
+
+
+def known_memory(device: torch.device, *, writes: bool) -> list[Span]:
+    """What is known of the memory at addresses given to `device`, in order. A plane stays in its span.
 
     On the CPU what the process may read (and write, if it `writes`), on CUDA the live blocks of torch's
-    allocator (none of which is host memory that the device reaches).
+    allocator (none of which is host memory that the device reaches) and all it has on other GPUs.
     """
     if device.type == "cuda":
         try:
             segments = torch.cuda.memory_snapshot()
         except RuntimeError:  # an allocator without one, such as cudaMallocAsync
             return []
-        blocks = [
-            (block["address"], block["address"] + block.get("requested_size", block["size"]))
-            for segment in segments
-            for block in segment["blocks"]
-            if block["state"].startswith("active")
-        ]
-        return sorted(blocks)
+        return sorted(
+            (span for segment in segments for span in _spans_of(segment, device)),
+            key=lambda span: span.begin,
+        )
     if device.type != "cpu":
         return []
-    spans: list[tuple[int, int]] = []
+    spans: list[Span] = []
     with open("/proc/self/maps") as maps:
         for line in maps:
             bounds, permissions = line.split()[:2]
             begin, end = (int(part, 16) for part in bounds.split("-"))
             if not permissions.startswith("rw" if writes else "r"):
                 continue
-            if spans and spans[-1][1] == begin:
-                begin = spans.pop()[0]
-            spans.append((begin, end))
+            if spans and spans[-1].end == begin:
+                begin = spans.pop().begin
+            spans.append(Span(begin, end, device))
     return spans
+
+
+def _spans_of(segment: dict[str, Any], device: torch.device) -> list[Span]:
+    """The live blocks of a segment on `device`, or all of one elsewhere."""
+    owner = torch.device("cuda", segment["device"])
+    if owner != device:
+        begin = segment["address"]
+        return [Span(begin, begin + segment["total_size"], owner)]
+    return [
+        Span(block["address"], block["address"] + block.get("requested_size", block["size"]), owner)
+        for block in segment["blocks"]
+        if block["state"].startswith("active")
+    ]

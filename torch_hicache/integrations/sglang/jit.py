@@ -7,6 +7,7 @@ has buffers of its own.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,13 +16,18 @@ from torch_hicache._backends import backends
 from torch_hicache.integrations.sglang import forms
 from torch_hicache.integrations.sglang.addresses import (
     bad,
+    check_tensor,
     identity,
     known_call,
     read_table,
     remember,
     run,
 )
-from torch_hicache.integrations.sglang.pages import check_page_size, check_whole_pages
+from torch_hicache.integrations.sglang.pages import (
+    check_page_size,
+    check_whole_pages,
+    tokens_in_range,
+)
 
 
 def _is_positive(*values: int | None) -> bool:
@@ -98,9 +104,14 @@ def transfer_hicache_one_layer(
 ) -> None:
     """K and V rows of `element_dim` elements (without it: of the last dimension)."""
     _check_hints(unroll, page_size)
+    key: tuple[object, ...] = (
+        1,
+        *identity(k_cache_src, "k_cache_src"),
+        *identity(k_cache_dst, "k_cache_dst", writes=True),
+    )
+    key += (*identity(v_cache_src, "v_cache_src"), *identity(v_cache_dst, "v_cache_dst", writes=True))
     row_bytes = _row_bytes(element_dim, k_cache_dst)
-    key = (1, row_bytes, *identity(k_cache_src), *identity(k_cache_dst))
-    key += (*identity(v_cache_src), *identity(v_cache_dst))
+    key += (row_bytes,)
     call = known_call(key)
     if call is None:
         sides = (k_cache_dst, v_cache_dst), (k_cache_src, v_cache_src)
@@ -121,8 +132,10 @@ def transfer_hicache_one_layer_mla(
 ) -> None:
     """Rows of one tensor."""
     _check_hints(unroll, page_size)
+    key: tuple[object, ...] = (2, *identity(cache_src, "cache_src"))
+    key += identity(cache_dst, "cache_dst", writes=True)
     row_bytes = _row_bytes(element_dim, cache_dst)
-    key = (2, row_bytes, *identity(cache_src), *identity(cache_dst))
+    key += (row_bytes,)
     call = known_call(key)
     if call is None:
         call = remember(key, forms.one_layer((cache_dst,), (cache_src,), row_bytes))
@@ -226,7 +239,15 @@ def transfer_hicache_all_layer_staged_lf_pf(
     _check_hints(unroll, page_size)
     check_whole_pages(src_indices, page_size, "src_indices")
     tables = read_table(k_ptr_src, "src_k_layers"), read_table(v_ptr_src, "src_v_layers")
-    key = (23, element_size, dst_k.shape, dst_v.shape, *tables, *identity(dst_k), *identity(dst_v))
+    key = (
+        23,
+        element_size,
+        dst_k.shape,
+        dst_v.shape,
+        *tables,
+        *identity(dst_k, "dst_k", writes=True),
+        *identity(dst_v, "dst_v", writes=True),
+    )
     call = known_call(key)
     if call is None:
         layers, row_bytes = _layers_and_row(dst_k, "dst_k")
@@ -258,7 +279,13 @@ def transfer_hicache_all_layer_mla_staged_lf_pf(
     del staging
     _check_hints(unroll, page_size)
     check_whole_pages(src_indices, page_size, "src_indices")
-    key = (24, element_size, dst.shape, read_table(ptr_src, "src_layers"), *identity(dst))
+    key = (
+        24,
+        element_size,
+        dst.shape,
+        read_table(ptr_src, "src_layers"),
+        *identity(dst, "dst", writes=True),
+    )
     call = known_call(key)
     if call is None:
         layers, row_bytes = _layers_and_row(dst, "dst")
@@ -293,7 +320,15 @@ def transfer_hicache_one_layer_page_unified_lf(
             "src must be [pages, groups, layers, 2, page_size, heads of a group, dim], got "
             f"{list(src.shape)}."
         )
-    _load_page_unified((k_cache_dst, v_cache_dst), src, src_indices, dst_indices, layer_id, block_quota)
+    _load_page_unified(
+        (k_cache_dst, v_cache_dst),
+        ("k_cache_dst", "v_cache_dst"),
+        src,
+        src_indices,
+        dst_indices,
+        layer_id,
+        block_quota,
+    )
 
 
 def transfer_hicache_one_layer_mla_page_unified_lf(
@@ -308,12 +343,16 @@ def transfer_hicache_one_layer_mla_page_unified_lf(
     """One layer out of `[pages, layers, page_size, width]`. Indices are tokens of any order."""
     if src.dim() != 4:
         raise bad(f"src must be [pages, layers, page_size, width], got {list(src.shape)}.")
+    check_tensor(src, "src")  # before there is a view of it
     unified = src[:, None, :, None, :, None]
-    _load_page_unified((cache_dst,), unified, src_indices, dst_indices, layer_id, block_quota)
+    _load_page_unified(
+        (cache_dst,), ("cache_dst",), unified, src_indices, dst_indices, layer_id, block_quota
+    )
 
 
 def _load_page_unified(
     dst: forms.Side,
+    names: Sequence[str],
     src: Tensor,
     src_indices: Tensor,
     dst_indices: Tensor,
@@ -322,15 +361,17 @@ def _load_page_unified(
 ) -> None:
     if 0 in src.shape[1:]:
         raise bad(f"src must have no dimension of 0 but its pages, got {list(src.shape)}.")
-    key = (25, layer_id, src.shape, *identity(src), *(part for each in dst for part in identity(each)))
+    key: tuple[object, ...] = (25, layer_id, src.shape, *identity(src, "src"))
+    for each, name in zip(dst, names, strict=True):
+        key += identity(each, name, writes=True)
     call = known_call(key)
     if call is None:
         call = remember(key, forms.one_layer_of_page_unified(dst, src, layer_id))
     # Rows of one page's tokens are neighbours, those of the next page lie behind all other rows of this
-    # page. Padding stays -1, and what is out of range stays so: it is cut to where no product overflows.
+    # page. Padding stays -1; what is out of range on a device stays so.
     page_size = src.shape[4]
     rows_skipped = (math.prod(src.shape[1:4]) - 1) * page_size
-    src_indices = src_indices.long().clamp(-2, src.shape[0] * page_size)
+    src_indices = tokens_in_range(src_indices, src.shape[0] * page_size, "src_indices")
     src_rows = torch.add(
         src_indices, src_indices.div(page_size, rounding_mode="trunc"), alpha=rows_skipped
     )
@@ -362,13 +403,14 @@ def transfer_hicache_all_layer_mla_staged_lf_page_unified(
     del staging
     if dst.dim() != 4:
         raise bad(f"dst must be [pages, layers, page_size, width], got {list(dst.shape)}.")
+    check_tensor(dst, "dst", writes=True)  # before there is a view of it
     _store_page_unified(dst[:, None, :, None, :, None], (ptr_src,), dst_pages, src_pages)
 
 
 def _store_page_unified(dst: Tensor, src: forms.Side, dst_pages: Tensor, src_pages: Tensor) -> None:
     names = forms.names_of(src, "src", "_layers")
     tables = [read_table(table, name) for table, name in zip(src, names, strict=True)]
-    key = (26, dst.shape, *identity(dst), *tables)
+    key = (26, dst.shape, *identity(dst, "dst", writes=True), *tables)
     call = known_call(key)
     if call is None:
         call = remember(key, forms.all_layers_to_page_unified(dst, src))

@@ -56,7 +56,14 @@ def transfer_kv_per_layer(
 ) -> None:
     """K and V rows of one layer."""
     _check_warps(num_warps_per_block)
-    key = (1, item_size, *identity(src_k), *identity(dst_k), *identity(src_v), *identity(dst_v))
+    key = (
+        1,
+        item_size,
+        *identity(src_k, "src_k"),
+        *identity(dst_k, "dst_k", writes=True),
+        *identity(src_v, "src_v"),
+        *identity(dst_v, "dst_v", writes=True),
+    )
     call = known_call(key)
     if call is None:
         call = remember(key, forms.one_layer((dst_k, dst_v), (src_k, src_v), item_size))
@@ -74,7 +81,7 @@ def transfer_kv_per_layer_mla(
 ) -> None:
     """Rows of one tensor."""
     _check_warps(num_warps_per_block)
-    key = (2, item_size, *identity(src), *identity(dst))
+    key = (2, item_size, *identity(src, "src"), *identity(dst, "dst", writes=True))
     call = known_call(key)
     if call is None:
         call = remember(key, forms.one_layer((dst,), (src,), item_size))
@@ -97,7 +104,14 @@ def transfer_kv_per_layer_pf_lf(
     """One layer out of a page_first pool, `[tokens, layers, ...]`."""
     _check_warps(num_warps_per_block)
     sizes = layer_id, item_size, src_layout_dim
-    key = (3, *sizes, *identity(src_k), *identity(dst_k), *identity(src_v), *identity(dst_v))
+    key = (
+        3,
+        *sizes,
+        *identity(src_k, "src_k"),
+        *identity(dst_k, "dst_k", writes=True),
+        *identity(src_v, "src_v"),
+        *identity(dst_v, "dst_v", writes=True),
+    )
     call = known_call(key)
     if call is None:
         call = remember(key, forms.one_layer_of_page_first((dst_k, dst_v), (src_k, src_v), *sizes))
@@ -118,7 +132,7 @@ def transfer_kv_per_layer_mla_pf_lf(
     """One layer out of a page_first pool of one tensor."""
     _check_warps(num_warps_per_block)
     sizes = layer_id, item_size, src_layout_dim
-    key = (4, *sizes, *identity(src), *identity(dst))
+    key = (4, *sizes, *identity(src, "src"), *identity(dst, "dst", writes=True))
     call = known_call(key)
     if call is None:
         call = remember(key, forms.one_layer_of_page_first((dst,), (src,), *sizes))
@@ -143,7 +157,14 @@ def transfer_kv_per_layer_ph_lf(
     """One layer out of a page_head pool, `[pages, heads, page_size, layers, ...]`."""
     _check_warps(num_warps_per_block)
     sizes = layer_id, item_size, src_layout_dim, page_size, head_num
-    key = (5, *sizes, *identity(src_k), *identity(dst_k), *identity(src_v), *identity(dst_v))
+    key = (
+        5,
+        *sizes,
+        *identity(src_k, "src_k"),
+        *identity(dst_k, "dst_k", writes=True),
+        *identity(src_v, "src_v"),
+        *identity(dst_v, "dst_v", writes=True),
+    )
     call = known_call(key)
     if call is None:
         call = remember(key, forms.one_layer_of_page_head((dst_k, dst_v), (src_k, src_v), *sizes))
@@ -216,7 +237,13 @@ def transfer_kv_all_layer_lf_pf(
     _check_warps(num_warps_per_block)
     tables = read_table(src_k_layers, "src_k_layers"), read_table(src_v_layers, "src_v_layers")
     sizes = num_layers, item_size, dst_layout_dim
-    key = (8, *sizes, *tables, *identity(dst_k), *identity(dst_v))
+    key = (
+        8,
+        *sizes,
+        *tables,
+        *identity(dst_k, "dst_k", writes=True),
+        *identity(dst_v, "dst_v", writes=True),
+    )
     call = known_call(key)
     if call is None:
         sides = (dst_k, dst_v), (src_k_layers, src_v_layers)
@@ -238,7 +265,7 @@ def transfer_kv_all_layer_mla_lf_pf(
     """All layers into a page_first pool of one tensor."""
     _check_warps(num_warps_per_block)
     sizes = num_layers, item_size, dst_layout_dim
-    key = (9, *sizes, read_table(src_layers, "src_layers"), *identity(dst))
+    key = (9, *sizes, read_table(src_layers, "src_layers"), *identity(dst, "dst", writes=True))
     call = known_call(key)
     if call is None:
         call = remember(key, forms.all_layers_to_page_first((dst,), (src_layers,), *sizes))
@@ -264,7 +291,13 @@ def transfer_kv_all_layer_lf_ph(
     _check_warps(num_warps_per_block)
     tables = read_table(src_k_layers, "src_k_layers"), read_table(src_v_layers, "src_v_layers")
     sizes = num_layers, item_size, dst_layout_dim, page_size, head_num
-    key = (10, *sizes, *tables, *identity(dst_k), *identity(dst_v))
+    key = (
+        10,
+        *sizes,
+        *tables,
+        *identity(dst_k, "dst_k", writes=True),
+        *identity(dst_v, "dst_v", writes=True),
+    )
     call = known_call(key)
     if call is None:
         sides = (dst_k, dst_v), (src_k_layers, src_v_layers)
@@ -298,7 +331,13 @@ def transfer_kv_per_layer_direct_pf_lf(
     page_size: int,
 ) -> None:
     """One layer out of page_first_direct pools, `[pages, layers, page_size, ...]`: K and V, or one."""
-    key = (11, layer_id, page_size, *_identities(dst_ptrs), *_identities(src_ptrs))
+    key = (
+        11,
+        layer_id,
+        page_size,
+        *_identities(dst_ptrs, "dst_ptrs", writes=True),
+        *_identities(src_ptrs, "src_ptrs"),
+    )
     call = known_call(key)
     if call is None:
         call = remember(key, forms.one_layer_of_direct(dst_ptrs, src_ptrs, layer_id, page_size))
@@ -313,16 +352,27 @@ def transfer_kv_all_layer_direct_lf_pf(
     page_size: int,
 ) -> None:
     """All layers into page_first_direct pools: `src_ptrs` has those of the first, then of the second."""
-    key = (12, page_size, *_identities(dst_ptrs), *_identities(src_ptrs))
+    key = (
+        12,
+        page_size,
+        *_identities(dst_ptrs, "dst_ptrs", writes=True),
+        *_identities(src_ptrs, "src_ptrs"),
+    )
     call = known_call(key)
     if call is None:
         call = remember(key, forms.all_layers_to_direct(dst_ptrs, src_ptrs, page_size))
     _run_pages(call, dst_indices, src_indices, page_size)
 
 
-def _identities(tensors: Sequence[Tensor]) -> list[object]:
+def _identities(tensors: Sequence[Tensor], name: str, *, writes: bool = False) -> list[object]:
     return [
-        part for tensor in tensors for part in (*identity(tensor), tensor.shape, tensor.element_size())
+        part
+        for i, tensor in enumerate(tensors)
+        for part in (
+            *identity(tensor, f"{name}[{i}]", writes=writes),
+            tensor.shape,
+            tensor.element_size(),
+        )
     ]
 
 

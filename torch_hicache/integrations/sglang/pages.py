@@ -21,9 +21,10 @@ def page_indices(indices: Tensor, page_size: int, name: str) -> Tensor:
         ValueError: bad `page_size`, not a number of pages, or on the CPU tokens that are no whole page.
     """
     check_page_size(page_size)
-    if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
-        raise bad(f"{name} must be 1-D, int32 or int64, got {indices.dtype} {list(indices.shape)}.")
+    check_indices(indices, name)
     check_whole_pages(indices, page_size, name)
+    if not indices.numel():  # any page size divides it, and there may be no memory for offsets of one
+        return torch.empty_like(indices, dtype=torch.int64)
     if indices.dtype != torch.int64:
         indices = indices.long()
     pages = indices[::page_size].div(page_size, rounding_mode="floor")
@@ -46,6 +47,32 @@ def page_indices(indices: Tensor, page_size: int, name: str) -> Tensor:
 @functools.cache
 def _offsets(page_size: int) -> Tensor:
     return torch.arange(page_size)
+
+
+def check_indices(indices: Tensor, name: str) -> None:
+    if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
+        raise bad(f"{name} must be 1-D, int32 or int64, got {indices.dtype} {list(indices.shape)}.")
+
+
+def tokens_in_range(indices: Tensor, num_tokens: int, name: str) -> Tensor:
+    """As int64. On a device what is out of range is cut to -2 or `num_tokens`, for transfer_kv to record.
+
+    Raises:
+        ValueError: not 1-D, or neither int32 nor int64.
+        IndexError: on the CPU, an index that is neither -1 nor that of a token.
+    """
+    check_indices(indices, name)
+    indices = indices.long()
+    if indices.device.type != "cpu":
+        return indices.clamp(-2, num_tokens)
+    cut = indices.clamp(-1, num_tokens - 1)
+    if not torch.equal(cut, indices):
+        at = int((cut != indices).nonzero()[0])
+        raise IndexError(
+            f"[sglang] {name}[{at}] is {int(indices[at])}, out of range for {num_tokens} tokens "
+            "(-1 skips an entry)."
+        )
+    return indices
 
 
 def check_page_size(page_size: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hicache.integrations.sglang.addresses import version_of
+from torch_hicache.integrations.sglang.addresses import keep_with, version_of
 from torch_hicache.integrations.sglang.jit import missing_backend
 from torch_hicache.integrations.sglang.pages import page_indices
 
@@ -36,6 +36,8 @@ _IN_PAGES = ("page_head", "page_first_direct")
 
 Components = list[tuple[Tensor, tuple[Tensor, ...]]]  # host buffer and device layers of K, and of V
 Places = dict[int, tuple[int, int]]  # SGLang's number of a layer -> its place on the host, on the device
+
+_pages: dict[int, tuple[object, Tensor]] = {}  # by id of an index tensor: for what, and its pages
 
 _logger = logging.getLogger(__name__)
 
@@ -84,17 +86,17 @@ class PoolPlanes:
     def indices(self, indices: Tensor, name: str) -> Tensor:
         """Of pages where the layout has no tokens: once for all layers of a submission.
 
-        SGLang makes index tensors anew for each submission. The pages are kept on them, for one stream.
+        SGLang makes index tensors anew for each submission. The pages are kept with them, for one stream.
         """
         if not self.in_pages:
             return indices
         on_device = indices.device.type != "cpu"
         stream = torch.accelerator.current_stream(indices.device) if on_device else None
         key = self.page_size, stream, version_of(indices)
-        known = getattr(indices, "_hicache_pages", None)
+        known = _pages.get(id(indices))
         if known is None or known[0] != key:
             known = key, page_indices(indices, self.page_size, name)
-            indices._hicache_pages = known
+            keep_with(indices, _pages, known)
         return known[1]
 
 
