@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torch_hicache
-from torch_hicache import Backend, cli, cli_doctor, doctor
+from torch_hicache import Backend, cli, cli_doctor, doctor, testing
 
 CPU = torch.device("cpu")
 Transfer = Callable[..., None]
@@ -112,14 +112,103 @@ def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.failures(report)
 
 
-def test_a_method_may_refuse_but_auto_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> Any:
-        yield
-        raise ValueError("[transfer_kv] it can't")
+def examine_staged(
+    transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The report, and the status of each check of "staged", for which `transfer` stands in on the CPU."""
 
-    assert doctor._run("rows", "here", "staged", refuse).status == "refused"
-    check = doctor._run("rows", "here", "auto", refuse)
-    assert (check.status, check.cases, check.detail) == ("failed", 1, "[transfer_kv] it can't")
+    def stand_in(real: Transfer, *args: Any, method: str = "auto", **keywords: Any) -> None:
+        if method == "staged":
+            transfer(real, *args, **keywords)
+        else:
+            real(*args, method=method, **keywords)
+
+    spoil(monkeypatch, stand_in)
+    monkeypatch.setattr(doctor, "measure_rows", lambda *args, **keywords: [])
+    monkeypatch.setattr(doctor, "_methods_for", lambda place: ["staged"])
+    report = doctor.examine(CPU, nbytes=1 << 16)
+    checks = [check for check in report["checks"] if check["method"] == "staged"]
+    return report, {check["name"]: check["status"] for check in checks}
+
+
+def refuses(real: Transfer, *args: Any, **keywords: Any) -> None:
+    raise ValueError("[transfer_kv] method 'staged' is not built yet.")
+
+
+def test_a_method_may_refuse_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    report, statuses = examine_staged(refuses, monkeypatch)
+    assert statuses == {"trial": "refused"}
+    assert named(report, "trial")[0]["detail"] == "[transfer_kv] method 'staged' is not built yet."
+    assert not doctor.failures(report)
+
+
+def refuses_after_the_trial(real: Transfer, *args: Any, **keywords: Any) -> None:
+    if keywords.get("slot_dim"):
+        refuses(real)
+    real(*args, **keywords)
+
+
+def refuses_half_way(real: Transfer, *args: Any, **keywords: Any) -> None:
+    real(*args, **keywords)
+    refuses(real)
+
+
+def raises_an_error_of_python(real: Transfer, *args: Any, **keywords: Any) -> None:
+    raise ValueError("zip() argument 2 is shorter than argument 1")
+
+
+def raises_value_errors_for_indices(real: Transfer, *args: Any, **keywords: Any) -> None:
+    try:
+        real(*args, **keywords)
+    except IndexError as error:
+        raise ValueError(str(error)) from error
+
+
+@pytest.mark.parametrize(
+    ("transfer", "failed"),
+    [
+        (refuses_after_the_trial, {"rows", "layouts", "indices", "many_entries", "bad_indices"}),
+        (refuses_half_way, {"trial", *doctor._CASES} - {"bad_indices"}),
+        (raises_an_error_of_python, {"trial", *doctor._CASES}),
+        (raises_value_errors_for_indices, {"bad_indices"}),
+    ],
+)
+def test_no_other_error_is_a_refusal(
+    transfer: Transfer, failed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, statuses = examine_staged(transfer, monkeypatch)
+    assert {name for name, status in statuses.items() if status == "failed"} == failed
+    assert {name for name, status in statuses.items() if status == "passed"} == set(statuses) - failed
+
+
+@pytest.mark.parametrize(
+    ("device", "may_refuse"), [("npu:0", {"staged"}), ("cuda:0", {"copy_engine", "staged"})]
+)
+def test_only_methods_that_need_not_serve_a_placement_have_a_trial(
+    device: str, may_refuse: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is run: all trials are said to be refused, and their methods have no other check."""
+    checks: list[tuple[str, str]] = []
+
+    def run(name: str, where: str, method: str, cases: object) -> str:
+        checks.append((name, method))
+        return "refused"
+
+    monkeypatch.setattr(doctor, "placements", lambda name: testing.placements(device))
+    doctor._check_all(CPU, run)
+    assert {method for name, method in checks if name == "trial"} == may_refuse
+    others = {"auto", "kernel", "copy_engine", "staged"} - may_refuse
+    assert {method for name, method in checks if name != "trial"} == others
+
+
+@pytest.mark.parametrize("error", [ValueError("[a] b"), RuntimeError("driver"), MemoryError("none")])
+def test_only_the_error_that_was_wanted_counts(error: Exception) -> None:
+    def call() -> None:
+        raise error
+
+    assert doctor._raises(type(error), call) == str(error)
+    with pytest.raises(AssertionError, match=rf"^IndexError should .* got {type(error).__name__}: "):
+        doctor._raises(IndexError, call)
 
 
 def test_the_report_says_what_was_running(tmp_path: Path) -> None:
