@@ -22,6 +22,7 @@ from torch_hicache.engine import TransferEngine
 from torch_hicache.host_memory import empty_host
 from torch_hicache.info import collect_info, cpu_name
 from torch_hicache.layout import PlaneSpec
+from torch_hicache.memory_budget import host_memory_budget, readable
 from torch_hicache.ops import METHODS, check_errors
 from torch_hicache.pool import DevicePool, HostPool
 from torch_hicache.testing import (
@@ -70,8 +71,8 @@ def examine(device: torch.device, *, nbytes: int, save: Save = lambda report: No
     report: Report = {
         "finished": False,
         "running": "",
-        "device": describe_device(device),
-        "info": collect_info(),
+        "device": {"device": str(device)},
+        "info": {},
         "checks": [],
         "link_gbps": {},
         "rates": [],
@@ -85,14 +86,11 @@ def examine(device: torch.device, *, nbytes: int, save: Save = lambda report: No
         return check.status
 
     start = time.monotonic()
+    run("describe", str(device), "auto", partial(_describe, device, report))
     _check_all(device, run)
-    report["running"] = "rates"
-    save(report)
-    methods = [method for method in METHODS[1:] if _serves(device, method)]
-    report["link_gbps"] = link_rates(device, nbytes)
-    sizes = [size for size in ROW_BYTES if size <= nbytes]
-    rates = measure_rows(device, methods, sizes, nbytes, seconds_of=wall_seconds)
-    report["rates"] = [dataclasses.asdict(rate) for rate in rates]
+    run("link_rates", str(device), "auto", partial(_link_rates, device, nbytes, report))
+    for method in ("kernel",) if device.type == "cpu" else METHODS[1:]:
+        run("rates", str(device), method, partial(_row_rates, device, method, nbytes, report))
     report["seconds"] = round(time.monotonic() - start, 1)
     report["finished"], report["running"] = True, ""
     save(report)
@@ -100,6 +98,12 @@ def examine(device: torch.device, *, nbytes: int, save: Save = lambda report: No
 
 
 # --- What was examined ------------------------------------------------------------------------------
+
+
+def _describe(device: torch.device, report: Report) -> Iterator[None]:
+    report["info"] = collect_info()
+    report["device"] = describe_device(device)
+    yield
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
@@ -429,16 +433,45 @@ def _order(device: torch.device) -> Iterator[None]:
 # --- Rates --------------------------------------------------------------------------------------------
 
 
-def _serves(device: torch.device, method: str) -> bool:
-    """Whether a load of scattered rows can be asked to use the method."""
+def check_memory(device: torch.device, nbytes: int) -> None:
+    """MemoryError when rates can't be measured with calls of `nbytes`, for want of memory."""
+    on_host = 3 * nbytes if device.type == "cpu" else 2 * nbytes
+    budget = host_memory_budget()
+    if on_host > budget.free_bytes:
+        raise MemoryError(
+            f"[doctor] --mib {nbytes >> 20} needs {readable(on_host)} of host memory, {budget}."
+        )
+    free = None if device.type == "cpu" else _free_on(device)
+    if free is not None and nbytes > free:
+        raise MemoryError(
+            f"[doctor] --mib {nbytes >> 20} needs {readable(nbytes)} on {device}, which has "
+            f"{readable(free)} free."
+        )
+
+
+def _free_on(device: torch.device) -> int | None:
+    """As far as the device's module says: what can't be asked is found when it is measured."""
+    try:
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _link_rates(device: torch.device, nbytes: int, report: Report) -> Iterator[None]:
+    report["link_gbps"] = link_rates(device, nbytes)
+    yield
+
+
+def _row_rates(device: torch.device, method: str, nbytes: int, report: Report) -> Iterator[None]:
+    """All of one method or none, so that the table has no holes."""
     rows = torch.zeros((4, 64), dtype=torch.uint8, device=device)
     host = empty_host((4, 64), torch.uint8, device)
-    at = torch.tensor([0])
-    try:
-        torch.ops.hicache.transfer_kv([rows], [host], at, at, method=method)
-    except ValueError:
-        return False
-    return True
+    fill_pool([host])
+    _call_once(rows, host, torch.tensor([1, 3]), torch.tensor([2, 0]), method)
+    sizes = [size for size in ROW_BYTES if size <= nbytes]
+    for rate in measure_rows(device, [method], sizes, nbytes, seconds_of=wall_seconds):
+        report["rates"].append(dataclasses.asdict(rate))
+        yield
 
 
 def link_rates(device: torch.device, nbytes: int) -> dict[str, float]:
