@@ -96,7 +96,7 @@ def test_a_kernel_that_is_wrong_is_found(tmp_path: Path) -> None:
     code = f"""
 from torch_hicache import cli, doctor, testing
 doctor.placements = lambda device: testing.placements(device)[:1]
-doctor.measure_rows = lambda *args: []
+doctor.measure_rows = lambda *args, **keywords: []
 codes = [cli.main({REPLAY!r}), cli.main(["doctor", "--device", "npu", "--json", {str(report)!r}])]
 print(codes)
 """

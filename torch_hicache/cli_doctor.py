@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,22 +73,40 @@ def find_backend_device(name: str) -> torch.device:
     return torch.device(device_type, index)
 
 
+class _Unsaved(Exception):
+    """The report can't be written."""
+
+
 def _run_doctor(arguments: argparse.Namespace) -> int:
+    nbytes = arguments.mib << 20
     try:
         device = find_backend_device(arguments.device)
-
-        def save(report: doctor.Report) -> None:
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-
-        report = doctor.examine(device, nbytes=arguments.mib << 20, save=save)
-    except ValueError as error:
+        doctor.check_memory(device, nbytes)
+    except (ValueError, MemoryError) as error:
         print(error, file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"[doctor] {error.filename}: {error.strerror}.", file=sys.stderr)
+    try:
+        report = doctor.examine(device, nbytes=nbytes, save=partial(_save, arguments.json))
+    except _Unsaved as error:
+        print(error, file=sys.stderr)
         return 2
     print_report(report, arguments.json)
     return 1 if doctor.failures(report) else 0
+
+
+def _save(path: Path, report: doctor.Report) -> None:
+    """In place of the one before, at once: a process that is killed leaves a whole report."""
+    text = json.dumps(report, indent=1) + "\n"
+    try:
+        if path.exists() and not path.is_file():  # such as /dev/null, which must stay what it is
+            path.write_text(text)
+            return
+        target = Path(os.path.realpath(path))
+        new = target.with_name(target.name + ".new")
+        new.write_text(text)
+        os.replace(new, target)
+    except OSError as error:
+        raise _Unsaved(f"[doctor] {path}: {error.strerror}.") from error
 
 
 def print_report(report: doctor.Report, path: Path) -> None:
@@ -99,18 +119,23 @@ def print_report(report: doctor.Report, path: Path) -> None:
     console.print(f"{len(checks)} checks with {cases:,} cases, {len(failed)} failed")
     for check in failed:
         console.print(f"  {check['name']}, {check['placement']}, {check['method']}: {check['detail']}")
+    for check in checks:
+        if check["status"] == "skipped":
+            name = f"{check['name']}, {check['placement']}, {check['method']}"
+            console.print(f"  {name}: skipped, {check['detail']}")
     refusals = {(c["method"], c["detail"]) for c in checks if c["status"] == "refused"}
     for method, detail in sorted(refusals):
         console.print(f"  {method} refused: {detail}")
-    link = " / ".join(f"{report['link_gbps'][way]:.1f}" for way in DIRECTIONS)
-    console.print(f"\nGB/s load / store; one copy of the whole by torch: {link}")
-    table = Table(box=None, padding=(0, 2))
-    table.add_column("scattered rows of", justify="right")
-    rows = doctor.rate_table(report)
-    for method in rows[0][1] if rows else ():
-        table.add_column(method, justify="right")
-    for size, rates in rows:
-        pairs = (" / ".join(f"{gbps:.1f}" for gbps in pair) for pair in rates.values())
-        table.add_row(f"{size} B", *pairs)
-    console.print(table)
+    if link_gbps := report["link_gbps"]:
+        link = " / ".join(f"{link_gbps[way]:.1f}" for way in DIRECTIONS)
+        console.print(f"\nGB/s load / store; one copy of the whole by torch: {link}")
+    if rows := doctor.rate_table(report):
+        table = Table(box=None, padding=(0, 2))
+        table.add_column("scattered rows of", justify="right")
+        for method in rows[0][1]:
+            table.add_column(method, justify="right")
+        for size, rates in rows:
+            pairs = (" / ".join(f"{gbps:.1f}" for gbps in pair) for pair in rates.values())
+            table.add_row(f"{size} B", *pairs)
+        console.print(table)
     console.print(f"\nthe report is in {path}")

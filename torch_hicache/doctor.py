@@ -22,6 +22,7 @@ from torch_hicache.engine import TransferEngine
 from torch_hicache.host_memory import empty_host
 from torch_hicache.info import collect_info, cpu_name
 from torch_hicache.layout import PlaneSpec
+from torch_hicache.memory_budget import host_memory_budget, readable
 from torch_hicache.ops import METHODS, check_errors
 from torch_hicache.pool import DevicePool, HostPool
 from torch_hicache.testing import (
@@ -47,8 +48,8 @@ Save = Callable[[Report], None]
 class Check:
     """One kind of fault looked for, in one placement of pools and indices and with one method.
 
-    `status` is "passed", "failed", "refused" where the method says that it does not serve the call, or
-    "skipped" for want of memory; `detail` says why. `cases` were compared before that, byte by byte.
+    `status` is "passed", "failed", "refused" where the method says of a plain call that it does not serve
+    it, or "skipped" for want of memory; `detail` says why. `cases` were compared before, byte by byte.
     """
 
     name: str
@@ -70,27 +71,26 @@ def examine(device: torch.device, *, nbytes: int, save: Save = lambda report: No
     report: Report = {
         "finished": False,
         "running": "",
-        "device": describe_device(device),
-        "info": collect_info(),
+        "device": {"device": str(device)},
+        "info": {},
         "checks": [],
         "link_gbps": {},
         "rates": [],
     }
 
-    def starts(what: str) -> None:
-        report["running"] = what
+    def run(name: str, where: str, method: str, cases: Callable[[], Iterator[None]]) -> str:
+        report["running"] = f"{name}, {where}, {method}"
         save(report)
+        check = _run(name, where, method, cases)
+        report["checks"].append(dataclasses.asdict(check))
+        return check.status
 
     start = time.monotonic()
-    for what, examination in _examinations(device):
-        starts(what)
-        report["checks"].append(dataclasses.asdict(examination()))
-    starts("rates")
-    methods = [method for method in METHODS[1:] if _serves(device, method)]
-    report["link_gbps"] = link_rates(device, nbytes)
-    sizes = [size for size in ROW_BYTES if size <= nbytes]
-    rates = measure_rows(device, methods, sizes, nbytes, seconds_of=wall_seconds)
-    report["rates"] = [dataclasses.asdict(rate) for rate in rates]
+    run("describe", str(device), "auto", partial(_describe, device, report))
+    _check_all(device, run)
+    run("link_rates", str(device), "auto", partial(_link_rates, device, nbytes, report))
+    for method in ("kernel",) if device.type == "cpu" else METHODS[1:]:
+        run("rates", str(device), method, partial(_row_rates, device, method, nbytes, report))
     report["seconds"] = round(time.monotonic() - start, 1)
     report["finished"], report["running"] = True, ""
     save(report)
@@ -98,6 +98,12 @@ def examine(device: torch.device, *, nbytes: int, save: Save = lambda report: No
 
 
 # --- What was examined ------------------------------------------------------------------------------
+
+
+def _describe(device: torch.device, report: Report) -> Iterator[None]:
+    report["info"] = collect_info()
+    report["device"] = describe_device(device)
+    yield
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
@@ -133,15 +139,15 @@ def _first_line(path: Path) -> str | None:
 # --- Checks -------------------------------------------------------------------------------------------
 
 
-def _examinations(device: torch.device) -> Iterator[tuple[str, Callable[[], Check]]]:
-    places = placements(str(device))
-    for place in places:
+def _check_all(device: torch.device, run: Callable[..., str]) -> None:
+    for place in placements(str(device)):
         for method in _methods_for(place):
+            if method not in place.methods:  # those serve every call
+                status = run("trial", str(place), method, partial(_trial, place, method))
+                if status == "refused":
+                    continue
             for name, cases in _CASES.items():
-                yield (
-                    f"{name}, {place}, {method}",
-                    partial(_run, name, str(place), method, partial(cases, place, method)),
-                )
+                run(name, str(place), method, partial(cases, place, method))
     of_device: dict[str, Callable[[torch.device], Iterator[None]]] = {
         "far_rows": _far_rows,
         "engine": _engine,
@@ -149,7 +155,7 @@ def _examinations(device: torch.device) -> Iterator[tuple[str, Callable[[], Chec
     if device.type != "cpu":
         of_device |= {"pageable": _pageable, "order": _order}
     for name, examination in of_device.items():
-        yield name, partial(_run, name, str(device), "auto", partial(examination, device))
+        run(name, str(device), "auto", partial(examination, device))
 
 
 def _methods_for(place: Placement) -> list[str]:
@@ -166,14 +172,37 @@ def _methods_for(place: Placement) -> list[str]:
     return list(dict.fromkeys(methods))
 
 
+class _Refused(Exception):
+    """A method's own word that it does not serve a plain call."""
+
+
+def _call_once(dst: Tensor, src: Tensor, dst_indices: Tensor, src_indices: Tensor, method: str) -> None:
+    """Only here may a method refuse: by the op's own error, and before a byte moves."""
+    snapshot = Snapshot([dst, src])
+    try:
+        torch.ops.hicache.transfer_kv([dst], [src], dst_indices, src_indices, method=method)
+    except ValueError as error:
+        snapshot.compare("a call that was refused")
+        if not str(error).startswith("[transfer_kv] "):
+            raise
+        raise _Refused(str(error)) from error
+
+
+def _trial(place: Placement, method: str) -> Iterator[None]:
+    dst, src = place.dst((13, 64)), place.src((13, 64))
+    fill_pool([dst])
+    fill_pool([src], seed=1)
+    _call_once(dst, src, place.dst_indices([1, 3]), place.src_indices([2, 12]), method)
+    yield
+
+
 def _run(name: str, where: str, method: str, cases: Callable[[], Iterator[None]]) -> Check:
     done = 0
     try:
         for _ in cases():
             done += 1
-    except ValueError as error:
-        status = "refused" if method in ("copy_engine", "staged") else "failed"
-        return Check(name, where, method, status, done, str(error))
+    except _Refused as refusal:
+        return Check(name, where, method, "refused", done, str(refusal))
     except (MemoryError, torch.OutOfMemoryError) as error:
         return Check(name, where, method, "skipped", done, str(error))
     except Exception as error:
@@ -310,6 +339,9 @@ def _raises(kind: type[Exception], call: Callable[[], object]) -> str:
         call()
     except kind as error:
         return str(error)
+    except Exception as error:
+        got = f"{type(error).__name__}: {error}"
+        raise AssertionError(f"{kind.__name__} should have been raised, got {got}") from error
     raise AssertionError(f"no {kind.__name__} was raised")
 
 
@@ -401,16 +433,45 @@ def _order(device: torch.device) -> Iterator[None]:
 # --- Rates --------------------------------------------------------------------------------------------
 
 
-def _serves(device: torch.device, method: str) -> bool:
-    """Whether a load of scattered rows can be asked to use the method."""
+def check_memory(device: torch.device, nbytes: int) -> None:
+    """MemoryError when rates can't be measured with calls of `nbytes`, for want of memory."""
+    on_host = 3 * nbytes if device.type == "cpu" else 2 * nbytes
+    budget = host_memory_budget()
+    if on_host > budget.free_bytes:
+        raise MemoryError(
+            f"[doctor] --mib {nbytes >> 20} needs {readable(on_host)} of host memory, {budget}."
+        )
+    free = None if device.type == "cpu" else _free_on(device)
+    if free is not None and nbytes > free:
+        raise MemoryError(
+            f"[doctor] --mib {nbytes >> 20} needs {readable(nbytes)} on {device}, which has "
+            f"{readable(free)} free."
+        )
+
+
+def _free_on(device: torch.device) -> int | None:
+    """As far as the device's module says: what can't be asked is found when it is measured."""
+    try:
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _link_rates(device: torch.device, nbytes: int, report: Report) -> Iterator[None]:
+    report["link_gbps"] = link_rates(device, nbytes)
+    yield
+
+
+def _row_rates(device: torch.device, method: str, nbytes: int, report: Report) -> Iterator[None]:
+    """All of one method or none, so that the table has no holes."""
     rows = torch.zeros((4, 64), dtype=torch.uint8, device=device)
     host = empty_host((4, 64), torch.uint8, device)
-    at = torch.tensor([0])
-    try:
-        torch.ops.hicache.transfer_kv([rows], [host], at, at, method=method)
-    except ValueError:
-        return False
-    return True
+    fill_pool([host])
+    _call_once(rows, host, torch.tensor([1, 3]), torch.tensor([2, 0]), method)
+    sizes = [size for size in ROW_BYTES if size <= nbytes]
+    for rate in measure_rows(device, [method], sizes, nbytes, seconds_of=wall_seconds):
+        report["rates"].append(dataclasses.asdict(rate))
+        yield
 
 
 def link_rates(device: torch.device, nbytes: int) -> dict[str, float]:
