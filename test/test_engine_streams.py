@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -333,26 +334,18 @@ def test_a_closed_stream_has_nothing_left_to_submit(machine: Machine) -> None:
     assert not flusher.is_alive()
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, what: str) -> Any:
-    def fail(*_: object) -> None:
-        raise RuntimeError("the device is lost")
-
-    patch = monkeypatch.context()
-    patch.__enter__().setattr(StandInStream, what, fail)
-    return patch
-
-
 def test_nothing_follows_a_wait_that_failed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its wait a transfer would run too early. The next one is a new one, also the other way."""
     pools = make_pools()
     model = Model(*pools)
     with device_engine(machine, pools) as engine:
-        patch = failing(monkeypatch, "wait_event")
         machine.idle.clear()
-        ticket = engine.load(H, D, layers="all")
-        with contextlib.suppress(RuntimeError):
+        with monkeypatch.context() as patch, contextlib.suppress(RuntimeError):
+            patch.setattr(
+                StandInStream, "wait_event", Mock(side_effect=RuntimeError("the device is lost"))
+            )
+            ticket = engine.load(H, D, layers="all")
             engine._streams["load"].flush()
-        patch.__exit__(None, None, None)
         with pytest.raises(RuntimeError, match="the device is lost"):
             ticket.wait_stream()
         machine.idle.set()
