@@ -391,7 +391,7 @@ class DeviceStream:
                 command()
             except BaseException as error:
                 if submission is not None:
-                    submission.failure = error
+                    submission.failure = error.with_traceback(None)  # whose frames keep pools alive
             finally:
                 with self._counting:
                     self._run_so_far += 1
