@@ -92,7 +92,7 @@ test-torch: wheel
 
 $(INTEGRATIONS:%=test-%): test-%: .venv-%/installed wheel
 	.venv-$*/bin/python -m pip install --quiet --no-deps --force-reinstall dist/torch_hicache-*.whl
-	cd test/integrations && $(WITHIN_$*) ../../.venv-$*/bin/python -m pytest -c ../../pyproject.toml --rootdir=../.. $*
+	cd test && $(WITHIN_$*) ../.venv-$*/bin/python -m pytest -c ../pyproject.toml --rootdir=.. integrations/$*
 
 lint: build
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files --show-diff-on-failure
