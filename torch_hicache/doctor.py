@@ -469,7 +469,10 @@ def _row_rates(device: torch.device, method: str, nbytes: int, report: Report) -
     fill_pool([host])
     _call_once(rows, host, torch.tensor([1, 3]), torch.tensor([2, 0]), method)
     sizes = [size for size in ROW_BYTES if size <= nbytes]
-    for rate in measure_rows(device, [method], sizes, nbytes, seconds_of=wall_seconds):
+    span_bytes = 2 * nbytes  # what check_memory has counted
+    for rate in measure_rows(
+        device, [method], sizes, nbytes, span_bytes=span_bytes, seconds_of=wall_seconds
+    ):
         report["rates"].append(dataclasses.asdict(rate))
         yield
 
