@@ -246,6 +246,18 @@ def test_the_real_trace_replays(device: str) -> None:
     assert result.mismatches == 0
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_third_of_the_real_trace_by_every_method(layout: str, device: str) -> None:
+    methods = {"cpu": ("auto",), "npu": ("auto", "kernel", "copy_engine")}
+    for method in methods.get(device, ("kernel", "copy_engine", "staged")):
+        options = options_of(
+            700, 3000, layout=layout, method=method, device=torch.device(device), block_tokens=2
+        )
+        result = run(options, read_trace(real_trace())[:1000])
+        assert result.total("rows_verified") > 5_000, method
+        assert result.mismatches == 0, method
+
+
 # --- A wrong row is found ---------------------------------------------------------------------------
 
 # The host's rows of a stored page, [pages, page_size, heads, dim] of layer 1 of the first plane, as
