@@ -127,13 +127,17 @@ TARGETS = [
         )
         for row, layers, peer in ((256, 128, "0.14"), (576, 57, "-"), (1152, 28, "0.5"))
     ),
-    Target(
-        "load of 32 layers beside a forward pass of 32",
-        "<= 1.05 of the longer",
-        "-",
-        "forward",
-        "layer_first, products of 4096 cubed",
-        "{of_longer:.2f}",
+    *(
+        Target(
+            f"load of 32 layers beside a forward pass of 32: {layout}, products of {size} cubed",
+            "<= 1.05 of the longer",
+            "-",
+            "forward",
+            f"{layout}, products of {size} cubed",
+            "{of_longer:.2f}",
+        )
+        for layout in ("layer_first", "page_first")
+        for size in (4096, 1024)
     ),
     _time(
         "host time of a load of 1,000 pages",

@@ -23,7 +23,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 # A method that leaves the compute units alone is preferred from this share of the kernel's rate on. A
 # load of 32 layers beside a forward pass took 1.09 of the longer one by such methods, and 1.25 by the
-# kernel, which queues for its SMs (H200, mean rows of 128 KiB).
+# kernel, which queues for its SMs (two H200s of different hosts, mean rows of 128 KiB).
 _ENOUGH = 0.92
 # Sorting must gain this much: it takes compute units, and rows that come in runs have less to gain.
 _PAYS = 1.1
