@@ -144,3 +144,22 @@ def test_indices_that_were_cloned_from_the_written_pool(device: str) -> None:
     torch._dynamo.reset()
     p = torch.randperm(16).to(device)
     compare(function, torch.compile(function, fullgraph=True), (p, torch.randperm(16).to(device)))
+
+
+def test_a_write_that_nobody_reads_takes_no_order_with_it(device: str) -> None:
+    """Inductor drops the first of two writes; the second then overtakes a clone of what it overwrites."""
+
+    def function(p: Tensor, q: Tensor, i: Tensor, j: Tensor, *more: Tensor) -> None:
+        other, new = more
+        transfer_kv([p], [new], i, j)
+        transfer_kv([other], [other.clone()], j, i)
+        transfer_kv([q], [p], i, j)
+        p[i[:2]] = 7
+        p.copy_(new)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True)
+    with torch.no_grad():
+        for slots in SLOTS[:2]:
+            args = *two_pools(slots, device), *two_pools(slots, device)[:2]
+            compare(function, compiled, args, f"{slots} slots")

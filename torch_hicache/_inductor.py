@@ -212,6 +212,11 @@ def _record_apart(graph: Graph) -> None:
 
 def _keep_apart(graph: Graph) -> None:
     """Give what the program kept apart, and inductor put together, a copy of its own again."""
+    if not _transfers(graph):
+        return
+    # Such as a write of ATen's that is overwritten before anything reads it. Inductor would drop it
+    # when it is an op in place, and with it the order of reads of the pool and what overwrites it.
+    graph.eliminate_dead_code()
     transfers = _transfers(graph)
     for transfer in transfers:
         _keep_bases(transfer)
