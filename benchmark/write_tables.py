@@ -72,6 +72,17 @@ def device_tables(record: Row) -> list[str]:
     return [*lines, "Host time of a call, and latency:", "", *table(["call", "us"], rows)]
 
 
+def other_source_table(record: Row) -> list[str]:
+    """Of bench_transfer_kv.py --sections rows with csrc/hip in the place of csrc/cuda."""
+    rows = [
+        [case, *(cell(of.get(way), "{gbps:.1f} GB/s, {of_link:.2f} of CE") for way in ("load", "store"))]
+        for case, of in pairs(record["results"], "rows").items()
+        if not case.startswith("torch")
+    ]
+    title = f"{record['machine']['source']} ({origin(record)}), says nothing of an AMD GPU:"
+    return [title, "", *table(["rows in a host pool of 0.5 GiB", "load", "store"], rows)]
+
+
 def cpu_table(record: Row) -> list[str]:
     machine = record["machine"]
     rows = [
@@ -182,6 +193,7 @@ def memory_table(record: Row) -> list[str]:
 
 def target_table(records: list[Row]) -> list[str]:
     """What was aimed at, beside what was measured."""
+    records = [record for record in records if "source" not in record["machine"]]
     rows = [[t.what, t.target, t.measured(records), t.peer] for t in TARGETS]
     machine = records[0]["machine"]
     commits = ", ".join(sorted({record["machine"]["commit"] for record in records}))
@@ -203,6 +215,9 @@ def replace_tables(path: Path, lines: list[str]) -> None:
 def figure_tables(records: list[Row]) -> list[str]:
     lines: list[str] = []
     for record in records:
+        if "source" in record["machine"]:
+            lines += other_source_table(record)
+            continue
         sections = {row["section"] for row in record["results"]}
         if "rows" in sections:
             lines += device_tables(record)

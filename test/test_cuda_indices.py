@@ -137,6 +137,19 @@ def test_mixed_indices_may_be_dropped_while_the_transfer_waits(dst_at: str, src_
     torch_hicache.check_errors("cuda")
 
 
+def test_uploads_that_wait_keep_their_memory() -> None:
+    """Kernels that fetch CPU indices wait for the delay: a later call must not reuse what they read."""
+    host, device = pools(layers=8, slots=5000)
+    orders = [torch.randperm(5000) for _ in range(8)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(DELAY_CYCLES)
+    for layer, order in enumerate(orders):
+        transfer_kv([device[layer]], [host[layer]], torch.arange(5000), order)
+    torch.cuda.synchronize()
+    for layer, order in enumerate(orders):
+        assert torch.equal(device[layer].cpu(), host[layer][order])
+
+
 def test_a_temporary_source_may_be_dropped_while_the_transfer_waits() -> None:
     """On the caller's current stream, as for any torch op: what takes its memory comes later."""
     host, device = pools()
