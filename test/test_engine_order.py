@@ -7,7 +7,17 @@ and the bytes are wrong.
 import random
 
 import pytest
-from engine_fakes import DEVICE_SLOTS, HOST_SLOTS, LAYERS, FakeRuntime, Model, fake_engine, ints, same
+from engine_fakes import (
+    DEVICE_SLOTS,
+    HOST_SLOTS,
+    LAYERS,
+    FakeRuntime,
+    Model,
+    fake_engine,
+    ints,
+    make_pools,
+    same,
+)
 from torch import Tensor
 
 from torch_hicache import DevicePool
@@ -51,6 +61,21 @@ def test_load_waits_for_the_work_that_still_reads_the_slots() -> None:
         runtime.drain()
         assert same(expected, seen)
         model.load(H, D)
+        model.compare()
+
+
+@pytest.mark.parametrize("whole_first", [True, False])
+def test_slots_wait_for_the_pages_they_lie_in(whole_first: bool) -> None:
+    """Slots that are whole pages move as pages, others by slot: both are seen by each other."""
+    pools = make_pools(page_size=4)
+    page, slot = (ints(8, 9, 10, 11), ints(4, 5, 6, 7)), (ints(10, -1), ints(6, 3))
+    with fake_engine(pools) as (engine, runtime, model):
+        for host_slots, device_slots in (page, slot) if whole_first else (slot, page):
+            engine.load(host_slots, device_slots)
+            model.load(host_slots, device_slots)
+            engine.store(device_slots, host_slots.flip(0))
+            model.store(device_slots, host_slots.flip(0))
+        runtime.drain(first=("store",))
         model.compare()
 
 

@@ -100,7 +100,7 @@ class TransferEngine:
         self._streams = {name: self._runtime.new_stream(f"hicache-{name}") for name in DIRECTIONS}
         self._in_flight = InFlight(max_in_flight, max_in_flight_bytes, blocks=on_full == "block")
         self._submitting = threading.Lock()  # order of submissions; all below belongs to it
-        self._hazards = Hazards(DIRECTIONS, (self._pair.device_size, self._pair.host_size))
+        self._hazards = Hazards(DIRECTIONS, self._pair.hazard_sizes)
         self._numbers = itertools.count(1)
         self._layer_events: dict[int, LayerEvent] = {}
         self._newest_load: dict[int, int] = {}  # of each layer: the number of its ticket
@@ -182,7 +182,7 @@ class TransferEngine:
             ticket.num_entries = len(device_indices)
             ticket._on_finish = partial(self._finish, held, unit)
             with self._submitting:
-                self._send(ticket, slots)
+                self._send(ticket, self._pair.hazards_of(held, unit))
         except BaseException:
             if ticket is None or not ticket._is_sent:  # whose end would give both back
                 if has_room:
@@ -195,12 +195,12 @@ class TransferEngine:
             raise ticket.error  # an interrupt of this thread is no matter of the ticket alone
         return ticket
 
-    def _send(self, ticket: Ticket, slots: Slots) -> None:
+    def _send(self, ticket: Ticket, hazards: Slots) -> None:
         """Submit. Whatever fails on the way, what was submitted has an event and a watcher at the end."""
         stream = self._streams[ticket.direction]
         ticket.number = next(self._numbers)
-        conflicts = self._hazards.conflicts(ticket.direction, slots)
-        self._hazards.add(ticket.direction, slots, ticket.number)
+        conflicts = self._hazards.conflicts(ticket.direction, hazards)
+        self._hazards.add(ticket.direction, hazards, ticket.number)
         if ticket.direction == "load":
             self._newest_load |= dict.fromkeys(ticket.layers, ticket.number)
         events = ticket._events

@@ -70,6 +70,9 @@ class PoolPair:
         self.device_size, self.host_size = (
             pool.num_slots // (pool.page_size if unit == "page" else 1) for pool in self.pools
         )
+        self.hazard_sizes = tuple(
+            -(-size // self._page_size) for size in (self.device_size, self.host_size)
+        )
         self._layer_bytes = {
             layer_unit: [self._entry_bytes(layer, layer_unit) for layer in self.layers]
             for layer_unit in {unit, "page" if self._page_size > 1 else unit}
@@ -122,6 +125,13 @@ class PoolPair:
         pages = rows[:, 0] // self._page_size
         whole = pages.unsqueeze(1) * self._page_size + torch.arange(self._page_size)
         return pages if torch.equal(rows, whole) else None
+
+    def hazards_of(self, slots: Slots, unit: str) -> Slots:
+        """Pages where slots may move as such, else slots: what `Hazards` of `hazard_sizes` is told."""
+        if self._page_size == 1 or unit != self.unit:
+            return slots
+        device_slots, host_slots = (None if part is None else part // self._page_size for part in slots)
+        return device_slots, host_slots
 
     def hold(self, slots: Slots, unit: str) -> None:
         """In both pools, or in none."""
