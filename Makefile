@@ -1,7 +1,7 @@
 # make demo    the main job on the CPU, within a minute
 # make test    the test-suite
 # make test-ascend   the Ascend backend under real torch_npu, on a simulated driver with an emulated kernel
-# make test-sglang, test-vllm, test-lmcache, test-transformers, test-mooncake
+# make test-sglang, test-vllm, test-lmcache, test-transformers, test-mooncake, test-vllm_mooncake ...
 #              each integration with the real package, in a venv of its own
 # make lint    every check of the sources (pre-commit)
 # make asan    the CPU backend's tests under AddressSanitizer and UBSan
@@ -26,10 +26,11 @@ ASCEND_SIM := $(CURDIR)/build/ascend_sim
 ASCEND_RUN := env HICACHE_ASCEND_SIM=$(ASCEND_SIM) HICACHE_REQUIRE=npu LD_PRELOAD=$(ASCEND_SIM)/libpreload.so \
   PYTHONPATH=$(CURDIR)/test/ascend_sim/site:$(CURDIR) timeout --kill-after=10 900 $(ASCEND)/bin/python -m pytest -q
 
-INTEGRATIONS := sglang vllm lmcache transformers mooncake sglang_mooncake
+INTEGRATIONS := sglang vllm lmcache transformers mooncake sglang_mooncake vllm_mooncake
 # Mooncake's clients listen on every interface: a network of their own, without any.
 WITHIN_mooncake := unshare --map-root-user --net
 WITHIN_sglang_mooncake := $(WITHIN_mooncake)
+WITHIN_vllm_mooncake := $(WITHIN_mooncake)
 
 .PHONY: setup build demo test test-ascend test-torch lint asan bench wheel clean $(INTEGRATIONS:%=test-%)
 .DEFAULT_GOAL := build

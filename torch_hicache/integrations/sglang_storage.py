@@ -4,12 +4,10 @@
       "backend_name": "torch_hicache", "module_path": "torch_hicache.integrations.sglang_storage",
       "class_name": "MooncakeStorage", "master": "10.0.0.5:50051"}'
 
-Pages pass through pages of our own: SGLang takes a page back at once when a get failed, while a call that
-was given up may still write to it. That is one copy more than SGLang's own Mooncake backend makes, and
-serves any of its pools and layouts.
+Pages pass through pages of our own (StagedPages). That is one copy more than SGLang's own Mooncake
+backend makes, and serves any of its pools and layouts.
 """
 
-from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -17,13 +15,10 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from torch import Tensor
 
-from torch_hicache.integrations.mooncake import MooncakeTier
 from torch_hicache.integrations.mooncake_client import require_version
-from torch_hicache.layout import PlaneSpec
-from torch_hicache.pool import HostPool
+from torch_hicache.integrations.staged_pages import DEFAULT_PAGES, StagedPages
 
 _FIRST_VERSION, _BEFORE_VERSION = (0, 5, 23), (0, 5, 24)  # of SGLang
-_DEFAULT_STAGING_PAGES = 128  # SGLang's own batch
 # Of the extra config, what goes to MooncakeTier as it is.
 _TIER_OPTIONS = (
     "segment_bytes",
@@ -54,19 +49,20 @@ class MooncakeStorage(HiCacheStorage):
         self._extra = dict(storage_config.extra_config or {})
         if "master" not in self._extra:
             raise ValueError("[MooncakeStorage] the extra config must have 'master': 'host:port'.")
-        self._tier: MooncakeTier | None = None
+        self._staged: StagedPages | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
         page = mem_pool_host.get_dummy_flat_data_page()
         self._dtype = page.dtype
-        num_pages = int(self._extra.get("staging_pages", _DEFAULT_STAGING_PAGES))
-        # Page ids are slots here: a slot is a page of SGLang's, whatever is in it.
-        self._staging = HostPool([PlaneSpec("page", (page.nbytes,), torch.uint8)], 1, num_pages)
-        self._pages = self._staging.planes(0)[0]  # [pages, bytes]
+        num_pages = int(self._extra.get("staging_pages", DEFAULT_PAGES))
         options = {name: self._extra[name] for name in _TIER_OPTIONS if name in self._extra}
-        self._tier = MooncakeTier(
-            self._staging, master=self._extra["master"], namespace=self._namespace(page), **options
+        self._staged = StagedPages(
+            page.nbytes,
+            num_pages,
+            master=self._extra["master"],
+            namespace=self._namespace(page),
+            **options,
         )
 
     # --- What the cache controller calls --------------------------------------------------------------
@@ -77,7 +73,7 @@ class MooncakeStorage(HiCacheStorage):
         def fill(i: int, page: Tensor) -> None:
             page.copy_(self.mem_pool_host.get_data_page(firsts[i]).view(torch.uint8))
 
-        return self._set(keys, fill)
+        return self._opened.put(keys, fill)
 
     def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
         firsts = self._first_tokens(keys, host_indices)
@@ -85,7 +81,7 @@ class MooncakeStorage(HiCacheStorage):
         def take(i: int, page: Tensor) -> None:
             self.mem_pool_host.set_from_flat_data_page(firsts[i], page.view(self._dtype))
 
-        return self._get(keys, take)
+        return self._opened.get(keys, take)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         found = self._opened.contains(keys)
@@ -103,13 +99,15 @@ class MooncakeStorage(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        return all(self._set(keys, lambda i, page: page.copy_(values[i].flatten().view(torch.uint8))))
+        return all(
+            self._opened.put(keys, lambda i, page: page.copy_(values[i].flatten().view(torch.uint8)))
+        )
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Tensor | None]:
         taken: dict[int, Tensor] = {}
-        self._get(keys, lambda i, page: taken.update({i: page.clone().view(self._dtype)}))
+        self._opened.get(keys, lambda i, page: taken.update({i: page.clone().view(self._dtype)}))
         return [taken.get(i) for i in range(len(keys))]
 
     def set(
@@ -121,55 +119,14 @@ class MooncakeStorage(HiCacheStorage):
         return self.batch_get([key])[0]
 
     def close(self) -> None:
-        if self._tier is not None:
-            self._tier.close()
-
-    # --- Pages of our own -------------------------------------------------------------------------------
-
-    def _set(self, keys: Sequence[str], fill: Callable[[int, Tensor], Any]) -> list[bool]:
-        """`fill` writes the page of a key."""
-
-        def move(keys: Sequence[str], pages: list[int], first: int) -> list[bool]:
-            for i, page in enumerate(pages):
-                fill(first + i, self._pages[page])
-            return self._opened.put(keys, pages)
-
-        return self._in_rounds(keys, move)
-
-    def _get(self, keys: Sequence[str], take: Callable[[int, Tensor], Any]) -> list[bool]:
-        """`take` reads the page of a key that was found."""
-
-        def move(keys: Sequence[str], pages: list[int], first: int) -> list[bool]:
-            found = self._opened.get(keys, pages)
-            for i, page in enumerate(pages):
-                if found[i]:
-                    take(first + i, self._pages[page])
-            return found
-
-        return self._in_rounds(keys, move)
-
-    def _in_rounds(
-        self, keys: Sequence[str], move: Callable[[Sequence[str], list[int], int], list[bool]]
-    ) -> list[bool]:
-        """As many keys at a time as there are pages; where calls that hang have them all, no more."""
-        done: list[bool] = []
-        while len(done) < len(keys):
-            part = keys[len(done) : len(done) + self._staging.num_pages]
-            try:
-                pages = self._staging.allocate(max(1, min(len(part), self._staging.available)))
-            except MemoryError:
-                break
-            try:
-                done += move(part[: len(pages)], pages.tolist(), len(done))
-            finally:
-                self._staging.free(pages)
-        return done + [False] * (len(keys) - len(done))
+        if self._staged is not None:
+            self._staged.close()
 
     @property
-    def _opened(self) -> MooncakeTier:
-        if self._tier is None:
+    def _opened(self) -> StagedPages:
+        if self._staged is None:
             raise RuntimeError("[MooncakeStorage] register_mem_pool_host must come first.")
-        return self._tier
+        return self._staged
 
     def _first_tokens(self, keys: list[str], host_indices: Tensor) -> list[int]:
         page_size = self.mem_pool_host.page_size

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
+from configs import keys_of, make_config
 from torch import Tensor
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
@@ -17,14 +18,6 @@ from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LookupResult,
     ReqContext,
-    make_offload_key,
-)
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
 )
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
@@ -34,43 +27,15 @@ MODULE = "torch_hicache.integrations.vllm"
 BLOCKS, PAGES = 20, (96, 40)
 
 
-def make_spec(*, blocks_per_chunk: int = 2, chunks: int = 6, groups: int = 1, **changes: Any) -> Any:
-    fields = OffloadingGroupConfig.__dataclass_fields__
-    config = {
-        "groups": tuple(
-            OffloadingGroupConfig(
-                tokens_per_block=16,
-                layer_names=(f"layer{i}",),
-                **({"group_id": i} if "group_id" in fields else {}),
-            )
-            for i in range(groups)
-        ),
-        "worker_kv_bytes_per_block": sum(PAGES),
-        "enable_kv_cache_events": False,
-        "extra_config": {
-            "spec_name": "HiCacheOffloadingSpec",
-            "spec_module_path": MODULE,
-            # vLLM counts chunks in whole pages of the system
-            "cpu_bytes_to_use": chunks * 4096,
-        },
-        "engine_id": "test",
-        "model": OffloadingModelConfig(name="model", dtype="float16"),
-        "cache": OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=blocks_per_chunk),
-        "parallel": OffloadingParallelConfig(
-            rank=0,
-            world_size=1,
-            tp_size=1,
-            pp_size=1,
-            pcp_size=1,
-            dcp_size=1,
-            data_parallel_index=0,
-            data_parallel_size=1,
-            data_parallel_rank_local=None,
-            is_parallelism_agnostic=True,
-        ),
-        **changes,
+def make_spec(*, chunks: int = 6, **changes: Any) -> Any:
+    extra_config = {
+        "spec_name": "HiCacheOffloadingSpec",
+        "spec_module_path": MODULE,
+        # vLLM counts chunks in whole pages of the system
+        "cpu_bytes_to_use": chunks * 4096,
     }
-    return OffloadingSpecFactory.create_spec(OffloadingConfig(**config))
+    fields = {"worker_kv_bytes_per_block": sum(PAGES)} | changes
+    return OffloadingSpecFactory.create_spec(make_config(extra_config, **fields))
 
 
 def make_caches(groups: int = 1) -> tuple[CanonicalKVCaches, list[Tensor]]:
@@ -84,10 +49,6 @@ def make_caches(groups: int = 1) -> tuple[CanonicalKVCaches, list[Tensor]]:
         group_data_refs=[refs] if groups == 1 else [[ref] for ref in refs],
     )
     return caches, tensors
-
-
-def keys_of(*numbers: int, group: int = 0) -> list[Any]:
-    return [make_offload_key(bytes([number]) * 8, group) for number in numbers]
 
 
 def context_of(manager: Any, name: str = "request") -> ReqContext:

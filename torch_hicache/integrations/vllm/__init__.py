@@ -8,7 +8,13 @@
         "cpu_bytes_to_use": ...,
     }
 
-vLLM takes both classes from here by name; it is imported when one of them is asked for.
+and, with vLLM's own TieringOffloadingSpec, a third tier in Mooncake Store:
+
+    "secondary_tiers": [
+        {"type": "HiCacheMooncakeTier", "module_path": "torch_hicache.integrations.vllm", "master": ...}
+    ]
+
+vLLM takes the classes from here by name; it is imported when one of them is asked for.
 """
 
 from typing import Any
@@ -38,4 +44,9 @@ def __getattr__(name: str) -> Any:
         from torch_hicache.integrations.vllm.connector import HiCacheOffloadingConnector
 
         return HiCacheOffloadingConnector
+    if name == "HiCacheMooncakeTier":
+        check_version()
+        from torch_hicache.integrations.vllm.tier import HiCacheMooncakeTier
+
+        return HiCacheMooncakeTier
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
