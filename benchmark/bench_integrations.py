@@ -68,8 +68,10 @@ def host_tensor(*shape: int) -> Tensor:
     return empty_host(shape, torch.bfloat16, device()).zero_()
 
 
-def device_layer() -> Tensor:
-    return torch.zeros(TOKENS, HEADS, DIM, dtype=torch.bfloat16, device=device())
+def device_layers() -> list[Tensor]:
+    """One distance apart, as layers of one size mostly are."""
+    shape = LAYERS, TOKENS, HEADS, DIM
+    return list(torch.zeros(shape, dtype=torch.bfloat16, device=device()).unbind())
 
 
 def device() -> str:
@@ -81,8 +83,7 @@ def table_of(layers: list[Tensor]) -> Tensor:
 
 
 def bench_sglang() -> Results:
-    k = [device_layer() for _ in range(LAYERS)]
-    v = [device_layer() for _ in range(LAYERS)]
+    k, v = device_layers(), device_layers()
     tokens, page = torch.arange(PAGE, 2 * PAGE, device=device()), torch.ones(1, dtype=torch.int64)
     page = page.to(device())
     cpu_tokens = tokens.cpu()

@@ -310,6 +310,24 @@ def test_pages_are_kept_as_long_as_their_indices() -> None:
         assert len(plugin._pages) == kept
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_pages_of_indices_on_the_cpu_are_of_their_values(dtype: torch.dtype) -> None:
+    """Whoever has written them; torch does not count this."""
+    indices = torch.arange(8, dtype=dtype)
+    with torch.inference_mode():
+        assert page_indices(indices, 4, "src_indices").tolist() == [0, 1]
+    assert page_indices(indices, 4, "src_indices").tolist() == [0, 1]
+    assert page_indices(indices, 2, "src_indices").tolist() == [0, 1, 2, 3]
+    indices.numpy()[:4] += 8
+    assert page_indices(indices, 4, "src_indices").tolist() == [2, 1]
+    assert page_indices(indices[:4], 4, "src_indices").tolist() == [2]
+    indices.numpy()[1] = 0
+    with pytest.raises(ValueError, match="must be whole pages of 4 tokens"):
+        page_indices(indices, 4, "src_indices")
+    with pytest.raises(ValueError, match="must be whole pages of 4 tokens"):
+        page_indices(indices, 4, "src_indices")
+
+
 def test_one_address_with_several_shapes() -> None:
     """What is kept for an address serves tensors of one size and stride only."""
     base, src, index = torch.zeros(96, dtype=torch.uint8), torch.ones(12, 8), torch.tensor([4])

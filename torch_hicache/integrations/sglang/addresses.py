@@ -59,9 +59,15 @@ known_call = _calls.get
 
 def run(call: Call, dst_indices: Tensor, src_indices: Tensor, block_quota: int | None = None) -> None:
     """transfer_kv, of which a kernel takes `block_quota` blocks at most."""
-    if block_quota is not None and block_quota < 1:
+    if block_quota is None:
+        if call.slot_dim:  # each argument by name costs half a microsecond
+            transfer_kv(call.dst, call.src, dst_indices, src_indices, slot_dim=call.slot_dim)
+        else:
+            transfer_kv(call.dst, call.src, dst_indices, src_indices)
+        return
+    if block_quota < 1:
         raise bad(f"block_quota must be 1 or more, got {block_quota}.")
-    if block_quota is not None and block_quota >= 1 << 63:
+    if block_quota >= 1 << 63:
         raise bad(f"block_quota must be less than 2**63, got {block_quota}.")
     transfer_kv(
         call.dst,
@@ -69,7 +75,7 @@ def run(call: Call, dst_indices: Tensor, src_indices: Tensor, block_quota: int |
         dst_indices,
         src_indices,
         slot_dim=call.slot_dim,
-        max_blocks=block_quota or 0,
+        max_blocks=block_quota,
     )
 
 
@@ -106,13 +112,15 @@ def identity(tensor: Tensor, name: str, *, writes: bool = False) -> tuple[Any, .
         or tensor.is_nested
         or tensor.is_conj()
         or tensor.is_neg()
-        or not tensor.dim()
         or (writes and tensor.requires_grad)
     ):
         check_tensor(tensor, name, writes=writes)
+    # The number of the device, -1 for the CPU: no two kinds of accelerators give the same address.
     if tensor.is_contiguous():
-        return tensor.data_ptr(), tensor.nbytes, tensor.device
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        if not tensor.dim():
+            check_tensor(tensor, name, writes=writes)
+        return tensor.data_ptr(), tensor.nbytes, tensor.get_device()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
 # --- Planes -------------------------------------------------------------------------------------
@@ -140,11 +148,12 @@ def _step(planes: Sequence[Plane]) -> int:
 def call_of(components: Sequence[tuple[Sequence[Plane], Sequence[Plane]]]) -> Call:
     """Destination and source planes of K and of V (or of one latent row), as one call.
 
-    Layers at one distance are stacked, which costs less in each call than a list.
+    Layers at one distance are stacked, which costs less in each call than a list. A layer alone is not.
     """
     components = [both for both in components if both[0]]
+    is_one_layer = all(len(dst) == 1 for dst, _ in components)
     pairs = [(_step(dst), _step(src)) for dst, src in components]
-    if all(dst_step and src_step for dst_step, src_step in pairs):
+    if not is_one_layer and all(dst_step and src_step for dst_step, src_step in pairs):
         dst_stacks = [
             _tensor(dst[0], len(dst), step) for (dst, _), (step, _) in zip(components, pairs, strict=True)
         ]

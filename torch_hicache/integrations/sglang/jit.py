@@ -104,18 +104,18 @@ def transfer_hicache_one_layer(
 ) -> None:
     """K and V rows of `element_dim` elements (without it: of the last dimension)."""
     _check_hints(unroll, page_size)
-    key: tuple[object, ...] = (
+    key = (
         1,
         *identity(k_cache_src, "k_cache_src"),
         *identity(k_cache_dst, "k_cache_dst", writes=True),
+        *identity(v_cache_src, "v_cache_src"),
+        *identity(v_cache_dst, "v_cache_dst", writes=True),
+        _row_bytes(element_dim, k_cache_dst),
     )
-    key += (*identity(v_cache_src, "v_cache_src"), *identity(v_cache_dst, "v_cache_dst", writes=True))
-    row_bytes = _row_bytes(element_dim, k_cache_dst)
-    key += (row_bytes,)
     call = known_call(key)
     if call is None:
         sides = (k_cache_dst, v_cache_dst), (k_cache_src, v_cache_src)
-        call = remember(key, forms.one_layer(*sides, row_bytes))
+        call = remember(key, forms.one_layer(*sides, _row_bytes(element_dim, k_cache_dst)))
     run(call, indices_dst, indices_src, block_quota)
 
 
@@ -132,13 +132,16 @@ def transfer_hicache_one_layer_mla(
 ) -> None:
     """Rows of one tensor."""
     _check_hints(unroll, page_size)
-    key: tuple[object, ...] = (2, *identity(cache_src, "cache_src"))
-    key += identity(cache_dst, "cache_dst", writes=True)
-    row_bytes = _row_bytes(element_dim, cache_dst)
-    key += (row_bytes,)
+    key = (
+        2,
+        *identity(cache_src, "cache_src"),
+        *identity(cache_dst, "cache_dst", writes=True),
+        _row_bytes(element_dim, cache_dst),
+    )
     call = known_call(key)
     if call is None:
-        call = remember(key, forms.one_layer((cache_dst,), (cache_src,), row_bytes))
+        sides = (cache_dst,), (cache_src,)
+        call = remember(key, forms.one_layer(*sides, _row_bytes(element_dim, cache_dst)))
     run(call, indices_dst, indices_src, block_quota)
 
 

@@ -17,6 +17,7 @@ does not say how long its planes are; indices are checked against the most that 
 All raise ValueError, before a byte moves, for sizes, layouts, tables or layers that can't be.
 """
 
+import functools
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -365,15 +366,17 @@ def transfer_kv_all_layer_direct_lf_pf(
 
 
 def _identities(tensors: Sequence[Tensor], name: str, *, writes: bool = False) -> list[object]:
-    return [
-        part
-        for i, tensor in enumerate(tensors)
-        for part in (
-            *identity(tensor, f"{name}[{i}]", writes=writes),
-            tensor.shape,
-            tensor.element_size(),
-        )
-    ]
+    """Of a list of tensors, whose shapes count."""
+    parts: list[object] = []
+    for i, tensor in enumerate(tensors):
+        parts += identity(tensor, _name_in(name, i), writes=writes)
+        parts += tensor.shape, tensor.element_size()
+    return parts
+
+
+@functools.cache
+def _name_in(name: str, i: int) -> str:
+    return f"{name}[{i}]"
 
 
 def _run_pages(call: Call, dst_indices: Tensor, src_indices: Tensor, page_size: int) -> None:

@@ -11,15 +11,32 @@ from torch_hicache.integrations.sglang.addresses import bad
 # transfer_kv records it and no byte of the page moves.
 BAD_PAGE = 1 << 62
 
+_MOST_KEPT = 1 << 16  # indices: for more, what is saved is nothing to what the transfer takes
+_last_pages: dict[tuple[int, str, torch.dtype], tuple[Tensor, Tensor]] = {}  # tokens, and their pages
+
 
 def page_indices(indices: Tensor, page_size: int, name: str) -> Tensor:
-    """One page index for `page_size` token indices, -1 for a page of -1.
+    """One page index for `page_size` token indices, -1 for a page of -1. Not to be written to.
 
-    Indices on an accelerator are checked there, without a sync: a bad page gets the index BAD_PAGE.
+    Indices on an accelerator are checked there, without a sync: a bad page gets the index BAD_PAGE. Those
+    on the CPU are compared with the last ones, which are the same for each layer of a submission.
 
     Raises:
         ValueError: bad `page_size`, not a number of pages, or on the CPU tokens that are no whole page.
     """
+    if indices.is_cpu:
+        key = page_size, name, indices.dtype
+        last = _last_pages.get(key)
+        if last is not None and torch.equal(indices, last[0]):
+            return last[1]
+        pages = _pages_of(indices, page_size, name)
+        if len(indices) <= _MOST_KEPT:
+            _last_pages[key] = indices.clone(), pages
+        return pages
+    return _pages_of(indices, page_size, name)
+
+
+def _pages_of(indices: Tensor, page_size: int, name: str) -> Tensor:
     check_page_size(page_size)
     check_indices(indices, name)
     check_whole_pages(indices, page_size, name)
@@ -28,7 +45,7 @@ def page_indices(indices: Tensor, page_size: int, name: str) -> Tensor:
     if indices.dtype != torch.int64:
         indices = indices.long()
     pages = indices[::page_size].div(page_size, rounding_mode="floor")
-    is_on_cpu = indices.device.type == "cpu"
+    is_on_cpu = indices.is_cpu
     offsets = _offsets(page_size) if is_on_cpu else torch.arange(page_size, device=indices.device)
     tokens, column = indices.reshape(-1, page_size), pages.unsqueeze(1)
     # The larger of both is page * page_size + offset where the page is not negative, and -1 for page -1.
@@ -63,7 +80,7 @@ def tokens_in_range(indices: Tensor, num_tokens: int, name: str) -> Tensor:
     """
     check_indices(indices, name)
     indices = indices.long()
-    if indices.device.type != "cpu":
+    if not indices.is_cpu:
         return indices.clamp(-2, num_tokens)
     cut = indices.clamp(-1, num_tokens - 1)
     if not torch.equal(cut, indices):

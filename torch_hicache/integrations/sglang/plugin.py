@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hicache.integrations.sglang.addresses import keep_with, version_of
+from torch_hicache.integrations.sglang.addresses import keep_with, transfer_kv, version_of
 from torch_hicache.integrations.sglang.jit import missing_backend
 from torch_hicache.integrations.sglang.pages import page_indices
 
@@ -90,8 +90,7 @@ class PoolPlanes:
         """
         if not self.in_pages:
             return indices
-        on_device = indices.device.type != "cpu"
-        stream = torch.accelerator.current_stream(indices.device) if on_device else None
+        stream = None if indices.is_cpu else torch.accelerator.current_stream(indices.device)
         key = self.page_size, stream, version_of(indices)
         known = _pages.get(id(indices))
         if known is None or known[0] != key:
@@ -161,7 +160,7 @@ def load_to_device_per_layer(
     layer = planes.layer(layer_id)
     if layer is None:
         raise IndexError(f"[sglang] the host pool has no layer {layer_id}.")
-    torch.ops.hicache.transfer_kv(
+    transfer_kv(
         *layer,
         planes.indices(device_indices, "device_indices"),
         planes.indices(host_indices, "host_indices"),
@@ -187,7 +186,7 @@ def backup_from_device_all_layer(
     if planes is None:
         original(host, device_pool, host_indices, device_indices, io_backend)
         return
-    torch.ops.hicache.transfer_kv(
+    transfer_kv(
         planes.all_host,
         planes.all_device,
         planes.indices(host_indices, "host_indices"),
