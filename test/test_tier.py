@@ -325,8 +325,14 @@ def client(monkeypatch: pytest.MonkeyPatch) -> PlayedClient:
     return client
 
 
-def tier_on(pool: HostPool) -> MooncakeTier:
-    return MooncakeTier(pool, master="host:5", namespace="n", deadline_seconds=30.0, retry_seconds=0.01)
+def tier_on(pool: HostPool, deadline_seconds: float = 30.0) -> MooncakeTier:
+    return MooncakeTier(
+        pool,
+        master="host:5",
+        namespace="n",
+        deadline_seconds=deadline_seconds,
+        retry_seconds=0.01,
+    )
 
 
 def raises(error: Exception) -> Callable[[list[int]], Any]:
@@ -368,6 +374,52 @@ def test_whatever_a_client_answers_is_a_miss_and_no_error(
         eventually(lambda: tier.contains(keys) == [True] * 3)
         assert tier.get(keys, pages) == [True] * 3
         assert wanted == [view.tobytes() for page in pages for view in PagePieces(pool).views(page)]
+
+
+@pytest.mark.parametrize("method", ["put", "get"])
+def test_one_call_is_under_way_while_the_checksum_of_another_is_computed(
+    client: PlayedClient, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(mooncake, "_PART_BYTES", 1)  # a call for each page
+    tier = tier_on(pool_of("page_first"))
+    keys, pages = ["a", "b", "c", "d"], [0, 1, 2, 3]
+    assert tier.put(keys, pages) == [True] * 4
+    hashed: list[int] = []
+    begun: list[int] = []
+    ended: list[int] = []
+    checksum = tier._checksum
+
+    def counted(key: str, page: int) -> int:
+        if method == "get":  # of what the call before has brought
+            eventually(lambda: len(begun) > min(len(hashed) + 1, 3))
+        hashed.append(page)
+        return checksum(key, page)
+
+    def during_another(codes: list[int]) -> list[int]:
+        assert len(begun) == len(ended)
+        begun.append(len(begun))
+        eventually(lambda: len(hashed) >= (min(len(begun) + 1, 4) if method == "put" else begun[-1]))
+        ended.append(begun[-1])
+        return codes
+
+    monkeypatch.setattr(tier, "_checksum", counted)
+    client.answer[method] = during_another
+    assert getattr(tier, method)(keys, pages) == [True] * 4
+    tier.close()
+
+
+def test_pages_of_a_call_that_was_given_up_are_left_out(client: PlayedClient) -> None:
+    release = threading.Event()
+    tier = tier_on(pool_of("page_first"), deadline_seconds=0.3)
+    eventually(lambda: tier.put(["a"], [0]) == [True])
+    client.answer["get"] = lambda codes: codes if release.wait(30) else []
+    eventually(lambda: tier.get(["a"], [3]) == [False] and tier.stats().calls_abandoned > 0)
+    del client.answer["get"]
+    eventually(lambda: tier.get(["a"], [4]) == [True])
+    assert tier.get(["a", "a"], [3, 4]) == [False, True]
+    release.set()
+    eventually(lambda: tier.get(["a"], [3]) == [True])
+    tier.close()
 
 
 def test_a_string_is_no_list_of_keys(client: PlayedClient) -> None:

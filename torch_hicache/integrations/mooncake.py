@@ -7,8 +7,8 @@ Pages move straight from and into the host pool. A page and its checksum are one
 can't be torn apart. The checksum is seeded with the key, and the key tells what the pool's pages are:
 bytes of another key, another model or another layout do not pass.
 
-A part of a batch is hashed while another is under way in a thread of ours (deadline.py): that hides the
-checksum, and lets a call that hangs be given up.
+A part of a batch is hashed while another is under way in a thread of ours (deadline.py), which also lets
+a call that hangs be given up.
 """
 
 import atexit
@@ -21,13 +21,12 @@ import operator
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -48,11 +47,11 @@ from torch_hicache.tier import TierStats
 
 _FORMAT = "1"  # of an object; part of its key
 _CHECKSUM_BYTES = 8
-# Of one call, hashed while the one before it is under way. What has just arrived is then still in a
-# cache: xxh3 reads 8 MiB at 23 GB/s and 32 MiB at 10 (a core of a Xeon, 2 MiB of L2, November 2026).
-_PART_BYTES = 8 << 20
+# Of one call, with one under way at a time: the client spins on a core while it waits for one. Two calls
+# of 8 MiB moved no more, and took more of its CPU (2 cores of an EPYC, November 2026).
+_PART_BYTES = 32 << 20
 _MAX_PIECES = 1024  # of one call: the client's queue for a peer is full somewhere above 2,048
-_NUM_THREADS, _CALLS_UNDER_WAY = 4, 2
+_NUM_THREADS = 4
 _CLOSE_SECONDS = 5.0
 # A full store evicts a few pages in the background once a put has failed, within 5 to 11 ms (2 cores,
 # November 2026).
@@ -173,13 +172,13 @@ class MooncakeTier:
         started = time.perf_counter()
         if parts and self._is_there():
 
-            def started_parts() -> Iterator[_Started]:
+            def hashed_parts() -> Iterator[_Part]:
                 for part in parts:
                     for key, page in zip(part.keys, part.pages, strict=True):
                         self._checksum_words[page] = self._checksum(key, page)
-                    yield part, self._start(part, self._put_part)
+                    yield part
 
-            for part, results in self._results(started_parts()):
+            for part, results in self._results(hashed_parts(), self._put_part):
                 for i, code in enumerate(results):
                     placed[part.first + i] = code == 0
         self._count_batch("put", placed, time.perf_counter() - started)
@@ -194,8 +193,7 @@ class MooncakeTier:
                 for key in part.keys:
                     self._leased.pop(key, None)
         if parts and self._is_there():
-            started_parts = ((part, self._start(part, self._get_part)) for part in parts)
-            for part, results in self._results(started_parts):
+            for part, results in self._results(iter(parts), self._get_part):
                 for i, arrived in enumerate(self._verified(part, results)):
                     found[part.first + i] = arrived
         self._count_batch("got", found, time.perf_counter() - started)
@@ -261,7 +259,7 @@ class MooncakeTier:
     def _answers(self) -> bool:
         return _codes(self._store.batch_is_exist, [_ABSENT_KEY])[0] >= 0
 
-    def _start(self, part: _Part, run: Callable[[_Part], list[int]]) -> "Future[list[int]]":
+    def _start(self, part: _Part, run: Callable[[_Part], list[int]]) -> _Started:
         """The pool hands none of the pages out before the call has returned."""
         self._pool.hold(part.pages, unit="page")
 
@@ -275,27 +273,30 @@ class MooncakeTier:
                         self._stuck.difference_update(part.pages)
                 self._pool.release(part.pages, unit="page")
 
-        return self._calls.start(call)
+        return part, self._calls.start(call)
 
-    def _results(self, started_parts: "Iterator[_Started]") -> "Iterator[tuple[_Part, list[int]]]":
+    def _results(
+        self, parts: Iterator[_Part], run: Callable[[_Part], list[int]]
+    ) -> "Iterator[tuple[_Part, list[int]]]":
         """The code of each page of each part, until the store is away or a call has to be given up.
 
-        Two calls are under way at a time: one's questions to the master are hidden behind the other.
+        One call is under way at a time. Meanwhile the next part is taken from `parts`, which may hash it,
+        and the caller has the one before, to verify it.
         """
-        under_way = deque(islice(started_parts, _CALLS_UNDER_WAY))
+        under_way: _Started | None = self._start(next(parts), run)
         try:
-            while under_way:
-                part, future = under_way[0]
+            while under_way is not None:
+                part, future = under_way
+                following = next(parts, None)
                 results = self._wait(future, len(part.pages) * self._pages.page_bytes)
                 if results is None or not {RPC_FAILED, RPC_TIMED_OUT}.isdisjoint(results):
                     self._breaker.trip()
                     return
-                under_way.popleft()
-                under_way.extend(islice(started_parts, 1))
+                under_way = None if following is None else self._start(following, run)
                 yield part, results
         finally:  # also when the caller is interrupted
-            for part, future in under_way:
-                self._give_up(part, future)
+            if under_way is not None:
+                self._give_up(*under_way)
 
     def _give_up(self, part: _Part, future: "Future[list[int]]") -> None:
         if future.cancel() or future.cancelled():
