@@ -182,11 +182,11 @@ def _check_pair(dst: Tensor, src: Tensor, slot_dim: int, i: int) -> None:
     dst_dim = _resolve_slot_dim(dst, slot_dim, f"dst[{i}]")
     src_dim = _resolve_slot_dim(src, slot_dim, f"src[{i}]")
     for what, dst_sizes, src_sizes in (
-        ("plane", dst.shape[:dst_dim], src.shape[:src_dim]),
-        ("row", dst.shape[dst_dim + 1 :], src.shape[src_dim + 1 :]),
+        ("plane dimensions (before", dst.shape[:dst_dim], src.shape[:src_dim]),
+        ("row dimensions (after", dst.shape[dst_dim + 1 :], src.shape[src_dim + 1 :]),
     ):
         text = (
-            f"dst[{i}] and src[{i}] must have the same {what} dimensions, got "
+            f"dst[{i}] and src[{i}] must have the same {what} slot_dim={slot_dim}), got "
             f"{_shape_text(dst_sizes)} and {_shape_text(src_sizes)}."
         )
         _check(len(dst_sizes) == len(src_sizes), text)
