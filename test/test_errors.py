@@ -1,5 +1,7 @@
 """Every refusal: its type, its text (the same from the fake kernel), and that no byte has moved."""
 
+import re
+
 import expecttest
 import pytest
 import torch
@@ -17,6 +19,7 @@ from bad_calls import (
     text_of,
 )
 
+import torch_hicache
 from torch_hicache.testing import fill_pool, unchanged
 
 transfer_kv = torch.ops.hicache.transfer_kv
@@ -151,6 +154,25 @@ For cuda
   count on another GPU: ValueError: [transfer_kv] count must be on cuda:0, where both index tensors are, got cuda:1.
 """,  # noqa: E501
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"dst": torch.ones(9, 4)}, "dst must be a list of tensors, got a tensor; pass [tensor]."),
+        ({"src": torch.ones(8, 4)}, "src must be a list of tensors, got a tensor; pass [tensor]."),
+        ({"src": None}, "src must be a list of tensors, got NoneType."),
+        ({"dst": [torch.ones(9, 4), [1]]}, "dst[1] must be a tensor, got list."),
+        ({"dst_indices": [0, 1, 2]}, "dst_indices must be a tensor, got list."),
+        ({"count": 2}, "count must be a tensor, got int."),
+    ],
+)
+def test_the_function_names_the_argument_of_another_type(changes: dict, text: str) -> None:
+    call = arguments("cpu", changes)
+    positional = [call.pop(name) for name in ("dst", "src", "dst_indices", "src_indices")]
+    with pytest.raises(TypeError, match=f"^{re.escape('[transfer_kv] ' + text)}$") as error:
+        torch_hicache.transfer_kv(*positional, **call)
+    assert error.value.__suppress_context__  # torch's own text shows the whole value
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")

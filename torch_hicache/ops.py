@@ -3,7 +3,7 @@
 The fake raises the texts of csrc/transfer_kv.cpp: change both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -56,18 +56,28 @@ def transfer_kv(
     Errors: ValueError for shapes, dtypes, devices and overlap, before any byte moves; IndexError for
     an index on the CPU outside [0, slots). A bad index on the accelerator skips its entry and is
     recorded: `check_errors`, or the next call on that device, raises it. RuntimeError for a failure of
-    the device runtime.
+    the device runtime. TypeError where an argument is no tensor or list of tensors (torch.ops.hicache's
+    own is a RuntimeError that shows the whole value).
     """
-    torch.ops.hicache.transfer_kv(
-        dst,
-        src,
-        dst_indices,
-        src_indices,
-        slot_dim=slot_dim,
-        count=count,
-        method=method,
-        max_blocks=max_blocks,
-    )
+    try:
+        torch.ops.hicache.transfer_kv(
+            dst,
+            src,
+            dst_indices,
+            src_indices,
+            slot_dim=slot_dim,
+            count=count,
+            method=method,
+            max_blocks=max_blocks,
+        )
+    except RuntimeError:  # asked only now: a good call pays nothing for it
+        lists, tensors = (
+            {"dst": dst, "src": src},
+            {"dst_indices": dst_indices, "src_indices": src_indices},
+        )
+        if wrong := _wrong_type(lists, tensors | ({} if count is None else {"count": count})):
+            raise TypeError(f"[transfer_kv] {wrong}.") from None
+        raise
 
 
 def check_errors(device: torch.device | str | int) -> None:
@@ -80,6 +90,21 @@ def check_errors(device: torch.device | str | int) -> None:
         IndexError: with the position, value and limit of the index, and the number of the call.
     """
     torch.ops.hicache.check_errors(torch.empty(0, device=device))
+
+
+def _wrong_type(lists: Mapping[str, object], tensors: Mapping[str, object]) -> str:
+    """What of a call is no tensor or list of tensors; empty if all is."""
+    items: dict[str, object] = {}
+    for name, value in lists.items():
+        if isinstance(value, Tensor):
+            return f"{name} must be a list of tensors, got a tensor; pass [tensor]"
+        if not isinstance(value, list | tuple):
+            return f"{name} must be a list of tensors, got {type(value).__name__}"
+        items |= {f"{name}[{i}]": item for i, item in enumerate(value)}
+    for name, value in (items | dict(tensors)).items():
+        if not isinstance(value, Tensor):
+            return f"{name} must be a tensor, got {type(value).__name__}"
+    return ""
 
 
 def _refuse(text: str) -> None:
