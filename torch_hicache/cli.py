@@ -21,7 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import torch_hicache
-from torch_hicache.cli_device import backend_of, find_device
+from torch_hicache._backends import backend_of
+from torch_hicache.cli_device import find_device
 from torch_hicache.cli_doctor import add_doctor
 from torch_hicache.cli_measure import add_bench, add_calibrate
 from torch_hicache.info import collect_info, cpu_name

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from torch_hicache._backends import empty_on
+
 METHODS = ("auto", "kernel", "copy_engine", "staged")
 
 
@@ -88,8 +90,9 @@ def check_errors(device: torch.device | str | int) -> None:
 
     Raises:
         IndexError: with the position, value and limit of the index, and the number of the call.
+        RuntimeError: this torch has no such device.
     """
-    torch.ops.hicache.check_errors(torch.empty(0, device=device))
+    torch.ops.hicache.check_errors(empty_on(device, caller="check_errors"))
 
 
 def _wrong_type(lists: Mapping[str, object], tensors: Mapping[str, object]) -> str:
