@@ -86,6 +86,8 @@ def test_exit_codes(codes: tuple[int, int], code: int, scripts: Any) -> None:
     [
         (["--sections", "alpha,delta"], "--sections must be of alpha, got 'delta'."),
         (["--from", "none.json"], "--from needs --plot, to draw the results."),
+        (["--from", "cpu.json", "--plot", "out.png", "--sections", "alpha"], "--sections is of no use"),
+        (["--from", "cpu.json", "--plot", "out.png", "--json", "new.json"], "--json is of no use"),
         (["--from", "none.json", "--plot", "out.png"], "none.json: No such file or directory."),
         (["--from", "bad.json", "--plot", "out.png"], "bad.json must be results of hicache bench --json"),
         (["--from", "list.json", "--plot", "out.png"], "list.json must be results of hicache bench"),

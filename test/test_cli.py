@@ -229,6 +229,7 @@ def test_ctrl_c_before_the_first_request(
             ["--compute-ms", "-1"],
             "argument --compute-ms: must be milliseconds from 0 to 999,999, got '-1'",
         ),
+        (["--tier3-deadline-ms", "0"], "argument --tier3-deadline-ms: must be above 0, got '0'"),
         (["--model", "gpt"], "argument --model: invalid choice: 'gpt' .*gqa_8b.*"),
         (["--layout", "rows"], "argument --layout: invalid choice: 'rows' .*layer_first.*"),
         (["--method", "magic"], "argument --method: invalid choice: 'magic' .*kernel.*"),

@@ -35,6 +35,7 @@ from torch_hicache.tier import TierStats, check_tier_url
 from torch_hicache.trace import BLOCK_TOKENS, Request, generate_trace, read_trace
 
 _GENERATED_REQUESTS = 3000
+_DEADLINE_MS = 50.0  # of the third tier
 _BAR_WIDTH = 32
 _TIMES = """\
 times, of the table and of --json:
@@ -128,13 +129,12 @@ def _add_replay(commands: Any) -> None:
         metavar="mooncake://HOST:PORT",
         help="what leaves the host pool goes there",
     )
-    add("--tier3-bytes", type=_size, default=0, metavar="SIZE", help="lent to the third tier (none)")
+    add("--tier3-bytes", type=_size, metavar="SIZE", help="lent to the third tier (none)")
     add(
         "--tier3-deadline-ms",
-        type=_milliseconds,
-        default=50.0,
+        type=_deadline,
         metavar="X",
-        help="within which the third tier must answer (50); longer on a machine that is busy",
+        help=f"within which the third tier must answer ({_DEADLINE_MS:g}); longer on a busy machine",
     )
     add("--layout", choices=LAYOUTS, default="layer_first", help="of the host pool (layer_first)")
     add("--unit", choices=UNITS, default="page", help="what an index addresses (page)")
@@ -191,6 +191,13 @@ def _milliseconds(text: str) -> float:
     if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text):
         raise argparse.ArgumentTypeError(f"must be milliseconds from 0 to 999,999, got '{text}'")
     return float(text)
+
+
+def _deadline(text: str) -> float:
+    milliseconds = _milliseconds(text)
+    if not milliseconds:
+        raise argparse.ArgumentTypeError(f"must be above 0, got '{text}'")
+    return milliseconds
 
 
 def _layers(text: str) -> int | None:
@@ -258,8 +265,9 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
 def _replay_options(arguments: argparse.Namespace) -> ReplayOptions:
     model = MODELS[arguments.model]
     num_layers = arguments.layers or model.num_layers
-    if arguments.tier3_bytes and arguments.tier3 is None:
-        raise ValueError("[replay] --tier3-bytes needs the --tier3 that they are lent to.")
+    for name in ("tier3_bytes", "tier3_deadline_ms"):
+        if arguments.tier3 is None and getattr(arguments, name) is not None:
+            raise ValueError(f"[replay] --{name.replace('_', '-')} needs the --tier3 that it is of.")
     if num_layers > model.num_layers:
         raise ValueError(
             f"[replay] --layers must be at most {model.num_layers} for {model.name}, got {num_layers}."
@@ -277,8 +285,8 @@ def _replay_options(arguments: argparse.Namespace) -> ReplayOptions:
         seed=arguments.seed,
         compute_seconds=arguments.compute_ms / 1e3,
         tier3=arguments.tier3,
-        tier3_bytes=arguments.tier3_bytes,
-        tier3_deadline_seconds=arguments.tier3_deadline_ms / 1e3,
+        tier3_bytes=arguments.tier3_bytes or 0,
+        tier3_deadline_seconds=(arguments.tier3_deadline_ms or _DEADLINE_MS) / 1e3,
     )
 
 
@@ -358,7 +366,7 @@ def _what_was_run(arguments: argparse.Namespace, options: ReplayOptions) -> dict
             "host_bytes": options.host_bytes,
             "tier3": options.tier3,
             "tier3_bytes": options.tier3_bytes,
-            "tier3_deadline_ms": arguments.tier3_deadline_ms,
+            "tier3_deadline_ms": options.tier3_deadline_seconds * 1e3,
             "unit": options.unit,
             "requests": arguments.requests,
             "seed": options.seed,

@@ -142,6 +142,9 @@ def _run_bench(arguments: argparse.Namespace) -> int:
     try:
         if arguments.results and not arguments.plot:
             raise ValueError("[bench] --from needs --plot, to draw the results.")
+        for name in ("sections", "json"):
+            if arguments.results and getattr(arguments, name):
+                raise ValueError(f"[bench] --{name} is of no use beside --from, which measures nothing.")
         if arguments.plot:
             check_plot(arguments.plot, command="bench")
         code = 0
