@@ -96,6 +96,19 @@ def test_hit_rates_are_shares_of_the_blocks_requested(
     assert report["trace"] == str(path)
 
 
+def test_ids_that_come_again_in_a_request_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(GOOD + GOOD.replace("[1, 2]", "[3, 3]") * 2)
+    assert cli.main(["replay", str(path), "--device", "cpu", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["blocks"], report["blocks_repeated"]) == (4, 2)
+    assert cli.main(["replay", str(path), "--device", "cpu"]) == 0
+    line = r"^  repeated +2 +ids again within a request, taken once *$"
+    assert re.search(line, capsys.readouterr().out, re.MULTILINE)
+
+
 def test_a_forward_pass_is_played(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*SMALL, "--json", "--compute-ms", "0.5"]) == 0
     report = json.loads(capsys.readouterr().out)

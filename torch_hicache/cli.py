@@ -338,6 +338,7 @@ def _summary(result: ReplayResult) -> dict[str, Any]:
         "rows_verified": result.total("rows_verified"),
         "mismatches": result.mismatches,
         "first_mismatch": result.first_mismatch,
+        "blocks_repeated": result.blocks_repeated,
         "blocks_uncached": result.blocks_uncached,
         "blocks_dropped": result.blocks_dropped,
         "seconds": result.seconds,
@@ -413,6 +414,9 @@ def _print_result(result: ReplayResult, run: dict[str, Any]) -> None:
     table.add_row("rows verified", f"{result.total('rows_verified'):,}", _rows_note(result))
     color = "red" if result.mismatches else "green"
     table.add_row("mismatches", f"[{color}]{result.mismatches:,}[/]")
+    if result.blocks_repeated:
+        note = "ids again within a request, taken once"
+        table.add_row("repeated", f"{result.blocks_repeated:,}", note)
     if result.blocks_uncached:
         table.add_row("not cached", f"{result.blocks_uncached:,}", "blocks beyond the device pool")
     if result.blocks_dropped:

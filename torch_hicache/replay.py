@@ -106,6 +106,7 @@ class ReplayResult:
     mismatches: int = 0
     first_mismatch: str = ""
     blocks_uncached: int = 0  # of requests longer than the device pool: served, but not kept
+    blocks_repeated: int = 0  # ids that came again within one request, whose prefix can't hold them twice
     blocks_dropped: int = 0  # evicted from the device when the host pool had no room for them
     seconds: float = 0.0
     interrupted: bool = False
@@ -455,6 +456,7 @@ class Replay:
                     tier.touch(block)
         self._evict(self._num_spare, keep, record, result)
         result.blocks_uncached += len(requested) - len(blocks)
+        result.blocks_repeated += len(request.hash_ids) - len(requested)
         result.records.append(record)
 
     def _evict(self, wanted: int, keep: set[int], record: RequestRecord, result: ReplayResult) -> None:
