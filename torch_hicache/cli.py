@@ -45,7 +45,8 @@ times, of the table and of --json:
                           store still held
   gbps_put_tier3, gbps_get_tier3   bytes over the time of the calls, which requests wait for
   hidden                  1 - exposed_seconds / (time of loads and stores); null without --compute-ms
-                          or if nothing moved"""
+                          or if nothing moved. On the CPU the forward pass is a sleep, beside which a
+                          thread copies: a real one would want the same cores and memory"""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -145,7 +146,8 @@ def _add_replay(commands: Any) -> None:
         type=_milliseconds,
         default=0.0,
         metavar="X",
-        help="play a forward pass of X ms for each request, behind its load layer by layer (0)",
+        help="play a forward pass of X ms for each request, behind its load layer by layer (0): a kernel "
+        "that spins on a GPU, a sleep on the CPU",
     )
     add(
         "--requests",
@@ -410,7 +412,7 @@ def _print_result(result: ReplayResult, run: dict[str, Any]) -> None:
             rate = f"at {moved.gbps:.2f} GB/s, {way}" if moved.num_bytes else way
             table.add_row(f"tier3 {name}", _readable(moved.num_bytes), rate)
         table.add_row("tier3 misses", f"{result.tier3_misses:,}", _tier3_note(result.tier3))
-    table.add_row("computation", f"{result.compute_seconds:.2f} s", _hidden_note(result))
+    table.add_row("computation", f"{result.compute_seconds:.2f} s", _hidden_note(result, run))
     table.add_row("rows verified", f"{result.total('rows_verified'):,}", _rows_note(result))
     color = "red" if result.mismatches else "green"
     table.add_row("mismatches", f"[{color}]{result.mismatches:,}[/]")
@@ -443,9 +445,12 @@ def _tier3_note(stats: TierStats) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in parts.items())
 
 
-def _hidden_note(result: ReplayResult) -> str:
+def _hidden_note(result: ReplayResult, run: dict[str, Any]) -> str:
     waited = f"{result.exposed_seconds:.3f} s waited"
-    return waited if result.hidden is None else f"{waited}, {result.hidden:.0%} of transfer time hidden"
+    if result.hidden is None:
+        return waited
+    what = "a sleep" if run["options"]["device"] == "cpu" else "it"
+    return f"{waited}, {what} hid {result.hidden:.0%} of transfers"
 
 
 _NOTHING_CAME_BACK = "nothing came back from the host: try more requests or a smaller device pool"
