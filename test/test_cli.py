@@ -225,8 +225,11 @@ def test_ctrl_c_before_the_first_request(
         (["--host-bytes", "0"], "argument --host-bytes: must be a size such as 512M or 2G, got '0'"),
         (["--host-bytes=-1G"], "argument --host-bytes: must be a size such as 512M or 2G, got '-1G'"),
         (["--host-bytes", "nan"], "argument --host-bytes: must be a size such as 512M or 2G, got 'nan'"),
-        (["--device-bytes", "1K"], "device_bytes must hold a block of 65,536 bytes .*, got 1,024"),
-        (["--host-bytes", "999T"], "the pools in host memory need .* bytes, .* are free"),
+        (["--device-bytes", "1K"], "--device-bytes must hold a block of 65,536 bytes .*, got 1,024"),
+        (
+            ["--host-bytes", "999T"],
+            r"the pools in host memory \(--device-bytes and --host-bytes\) need .* bytes, .* are free",
+        ),
         (["--layers", "0"], "argument --layers: must be an integer of 1 or more, got '0'"),
         (["--layers", "33"], "--layers must be at most 32 for gqa_8b, got 33"),
         (
@@ -245,10 +248,14 @@ def test_ctrl_c_before_the_first_request(
         (["--tier3-deadline-ms", "0"], "argument --tier3-deadline-ms: must be above 0, got '0'"),
         (["--model", "gpt"], "argument --model: invalid choice: 'gpt' .*gqa_8b.*"),
         (["--layout", "rows"], "argument --layout: invalid choice: 'rows' .*layer_first.*"),
+        (["--method", "staged"], "--method staged needs an accelerator, .*; use 'auto' or 'kernel'"),
         (["--method", "magic"], "argument --method: invalid choice: 'magic' .*kernel.*"),
         (["--device", "tpu"], "--device must be auto, cpu, cuda, cuda:N, npu or npu:N, got 'tpu'"),
         (["--device", "cuda:x"], "--device must be auto, cpu, cuda, cuda:N, npu or npu:N, got 'cuda:x'"),
-        (["--unit", "slot", "--layout", "page_head"], "page_head is addressable by page only: .*"),
+        (
+            ["--unit", "slot", "--layout", "page_head"],
+            "--layout page_head is addressable by page only: .*",
+        ),
         (["--plot", "missing/out.png"], "--plot: missing/out.png is no file in an existing folder"),
         (["--plot", "out.txt"], "--plot must name a file such as out.png, got 'out.txt' .*"),
         (["--lay=4"], "unrecognized arguments: --lay=4"),
@@ -271,7 +278,9 @@ def test_a_bad_value_is_one_line_and_exit_code_2(
     assert cli.main(["replay", *device, *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert re.fullmatch(rf"\[(replay|layout|hicache)\] {text}\.( See '.*--help'\.| Use .*)?\n", err), err
+    assert re.fullmatch(
+        rf"\[(replay|hicache)\] {text}\.( See '.*--help'\.| Use --unit page\.)?\n", err
+    ), err
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def _run_replay(arguments: argparse.Namespace) -> int:
     except (ValueError, MemoryError, RuntimeError, ImportError) as error:
         # Of RuntimeErrors: a device without that much memory, a method that it does not have. Of
         # ImportErrors: a third tier whose package is not installed.
-        text = str(error).partition("\n")[0]
+        text = _as_typed(str(error).partition("\n")[0])
         print(text if text.startswith("[") else f"[replay] {text}", file=sys.stderr)
         return 2
     with closing(replay), _progress(requests) as on_served:
@@ -256,6 +256,14 @@ def _run_replay(arguments: argparse.Namespace) -> int:
         )
         return 1
     return 130 if result.interrupted else 0
+
+
+def _as_typed(text: str) -> str:
+    """An error of the op or of a pool, with the options of this command for their arguments."""
+    text = re.sub(r"^\[transfer_kv\] method '(\w+)'", r"[replay] --method \1", text)
+    return re.sub(
+        r"^\[layout\] (\w+)(.*) Use unit 'page'", r"[replay] --layout \1\2 Use --unit page", text
+    )
 
 
 def _requests(arguments: argparse.Namespace) -> list[Request]:

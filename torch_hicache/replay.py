@@ -208,7 +208,7 @@ class Pools:
             num_pages[tier] = budget // options.block_bytes
             if not num_pages[tier]:
                 raise ValueError(
-                    f"[replay] {tier}_bytes must hold a block of {options.block_bytes:,} bytes "
+                    f"[replay] --{tier}-bytes must hold a block of {options.block_bytes:,} bytes "
                     f"({options.num_layers} layers, {options.block_tokens} tokens of "
                     f"{options.model.token_layer_bytes:,} bytes), got {budget:,}."
                 )
@@ -252,8 +252,9 @@ class Pools:
         wanted = sum(num_pages[tier] for tier in tiers) * self._options.block_bytes
         free = available_memory()
         if wanted > free:
+            names = " and ".join(f"--{tier}-bytes" for tier in tiers)
             raise MemoryError(
-                f"[replay] the pools in host memory need {wanted:,} bytes, {free:,} are free."
+                f"[replay] the pools in host memory ({names}) need {wanted:,} bytes, {free:,} are free."
             )
 
     def store(self, device_pages: list[int], host_pages: list[int], record: "RequestRecord") -> None:
