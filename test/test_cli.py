@@ -251,6 +251,10 @@ def test_ctrl_c_before_the_first_request(
         (["--method", "staged"], "--method staged needs an accelerator, .*; use 'auto' or 'kernel'"),
         (["--method", "magic"], "argument --method: invalid choice: 'magic' .*kernel.*"),
         (["--device", "tpu"], "--device must be auto, cpu, cuda, cuda:N, npu or npu:N, got 'tpu'"),
+        (
+            ["--device", "hip:1"],
+            "--device must be .* or npu:N, got 'hip:1'. An AMD GPU is cuda: ROCm's torch calls it so",
+        ),
         (["--device", "cuda:x"], "--device must be auto, cpu, cuda, cuda:N, npu or npu:N, got 'cuda:x'"),
         (
             ["--unit", "slot", "--layout", "page_head"],
@@ -456,7 +460,7 @@ def test_info_says_why_a_backend_is_missing(
     assert "backend cuda (key CUDA): not loaded: nvcc was not found\n" in out
     assert "  to get it: install the CUDA toolkit\n" in out
     assert "CUDA_HOME=/path/to/cuda-12" in out
-    assert "no NVIDIA device was found" in out
+    assert "no NVIDIA GPU and no NPU was found; AMD's are not listed" in out
 
 
 @pytest.mark.parametrize(("driver", "is_old"), [("570.86", True), ("580.65", False), (None, False)])

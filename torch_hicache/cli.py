@@ -22,7 +22,7 @@ from rich.table import Table
 
 import torch_hicache
 from torch_hicache._backends import backend_of
-from torch_hicache.cli_device import find_device
+from torch_hicache.cli_device import AMD_IS_CUDA, find_device
 from torch_hicache.cli_doctor import add_doctor
 from torch_hicache.cli_measure import add_bench, add_calibrate
 from torch_hicache.info import collect_info, cpu_name
@@ -139,7 +139,8 @@ def _add_replay(commands: Any) -> None:
     )
     add("--layout", choices=LAYOUTS, default="layer_first", help="of the host pool (layer_first)")
     add("--unit", choices=UNITS, default="page", help="what an index addresses (page)")
-    add("--device", default="auto", metavar="auto|cpu|cuda[:N]|npu[:N]", help="where to run (auto)")
+    devices = "auto|cpu|cuda[:N]|npu[:N]"
+    add("--device", default="auto", metavar=devices, help=f"where to run (auto). {AMD_IS_CUDA}")
     add("--method", choices=METHODS, default="auto", help="of transfer_kv (auto)")
     add(
         "--compute-ms",
@@ -510,5 +511,7 @@ def _run_info(arguments: argparse.Namespace) -> int:
         parts = [device["name"], device["memory"], device["link"] or "link not reported"]
         console.print(f"  {label}: {', '.join(parts[: 2 if device['type'] == 'cpu' else 3])}")
     if len(info["devices"]) == 1:
-        console.print("  no NVIDIA device was found")
+        console.print(
+            "  no NVIDIA GPU and no NPU was found; AMD's are not listed: hicache doctor --device hip"
+        )
     return 0

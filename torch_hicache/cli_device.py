@@ -7,6 +7,8 @@ import torch
 
 from torch_hicache._backends import backend_of, why_missing
 
+AMD_IS_CUDA = "An AMD GPU is cuda: ROCm's torch calls it so."
+
 
 def find_device(name: str, *, command: str) -> torch.device:
     """The device to run on: "auto", "cpu", or "cuda" or "npu", perhaps with a number as in "cuda:1".
@@ -16,8 +18,9 @@ def find_device(name: str, *, command: str) -> torch.device:
     """
     match = re.fullmatch(r"auto|cpu|(cuda|npu)(?::([0-9]{1,4}))?", name)
     if not match:
+        hint = f" {AMD_IS_CUDA}" if name.startswith(("hip", "rocm", "amd")) else ""
         raise ValueError(
-            f"[{command}] --device must be auto, cpu, cuda, cuda:N, npu or npu:N, got '{name}'."
+            f"[{command}] --device must be auto, cpu, cuda, cuda:N, npu or npu:N, got '{name}'.{hint}"
         )
     if name == "cpu":
         return torch.device("cpu")
