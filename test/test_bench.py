@@ -71,6 +71,29 @@ def test_records_are_gathered(scripts: Any, tmp_path: Path, capfd: pytest.Captur
     assert [row["section"] for row in record["results"]] == ["gemm", "cpu"]
 
 
+def test_what_needs_cuda_is_said(
+    scripts: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "--help"]) == 0
+    help_text = " ".join(capfd.readouterr().out.split())
+    assert "compile, engine, methods, row_sizes need a CUDA device" in help_text
+    for name in ("engine", "methods", "transfer_kv"):
+        scripts(name, {}, rows_of("cpu"))
+    for has_cuda in (False, True):
+        monkeypatch.setattr(bench.torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
+        assert cli.main(["bench"]) == 0
+        text = "" if has_cuda else "[bench] without a CUDA device nothing comes of engine, methods.\n"
+        assert capfd.readouterr().err == text
+
+
+def test_it_is_the_scripts_that_need_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "FOLDER", RESULTS.parent.parent)
+    sources = {name: (bench.FOLDER / f"bench_{name}.py").read_text() for name in bench.sections()}
+    refusing = [name for name, text in sources.items() if "need a CUDA device, and there is none" in text]
+    others = [n for n, text in sources.items() if "cuda.is_available()" in text and n not in refusing]
+    assert (refusing, others) == (list(bench.NEED_CUDA), list(bench.CPU_WITHOUT_CUDA))
+
+
 @pytest.mark.parametrize(
     ("codes", "code"), [((0, 0), 0), ((0, 2), 0), ((2, 2), 2), ((0, 1), 1), ((2, 1), 1), ((0, -9), 1)]
 )

@@ -127,7 +127,7 @@ def add_bench(commands: Any) -> None:
         "bench",
         help="run the figure set of a source tree, and draw it",
         description="Run the scripts benchmark/bench_*.py of the source tree, one after the other, and "
-        "gather their results. They are not in the wheel.",
+        f"gather their results. They are not in the wheel. {bench.NEEDS}",
         allow_abbrev=False,
     )
     parser.add_argument(
