@@ -121,12 +121,19 @@ def _build_record() -> dict[str, dict[str, Any]]:
         return {"built": {}, "missing": {}}
 
 
+def _build_remedy(reason: str, install: str) -> str:
+    """What to do about a library that is not built: tools are not what one lacks that was left out."""
+    if "HICACHE_BACKENDS" in reason:
+        return "build torch_hicache again without HICACHE_BACKENDS"
+    return f"{install} and build torch_hicache again"
+
+
 def _load_cuda(build: dict[str, dict[str, Any]]) -> Backend:
     library = _FOLDER / "_cuda.so"
     details = build["built"].get("cuda", {})
     if not library.is_file():
         reason = build["missing"].get("cuda", "_cuda.so is missing")
-        remedy = "install the CUDA toolkit (nvcc 12.x or 13.x) and build torch_hicache again"
+        remedy = _build_remedy(reason, "install the CUDA toolkit (nvcc 12.x or 13.x)")
         return Backend("cuda", "CUDA", False, False, reason, remedy)
     if torch.version.hip is not None:
         reason = "this torch is a ROCm build"
@@ -192,7 +199,7 @@ def _load_hip(build: dict[str, dict[str, Any]]) -> Backend:
 
     if not library.is_file():
         reason = build["missing"].get("hip", "_hip.so is missing")
-        remedy = "install ROCm, or clang 19 and HIP's headers, and build torch_hicache again"
+        remedy = _build_remedy(reason, "install ROCm, or clang 19 and HIP's headers,")
         return missing(reason, remedy)
     if not key:
         return missing(
