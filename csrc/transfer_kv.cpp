@@ -225,14 +225,16 @@ void check_pair(const View& dst, const View& src, int64_t slot_dim, size_t posit
                       dtype_name(dst.dtype), " and ", dtype_name(src.dtype), ".");
   const int64_t dst_dim = resolve_slot_dim(dst, slot_dim, "dst", position);
   const int64_t src_dim = resolve_slot_dim(src, slot_dim, "src", position);
+  const auto refuse = [&](const char* what, const std::string& dst_sizes, const std::string& src_sizes) {
+    throw_value_error("dst[", position, "] and src[", position, "] must have the same ", what,
+                      " slot_dim=", slot_dim, "), got ", dst_sizes, " and ", src_sizes, ".");
+  };
   if (!std::equal(dst.sizes, dst.sizes + dst_dim, src.sizes, src.sizes + src_dim))
-    throw_value_error("dst[", position, "] and src[", position, "] must have the same plane dimensions, got ",
-                      shape_text(dst.sizes, dst.sizes + dst_dim), " and ",
-                      shape_text(src.sizes, src.sizes + src_dim), ".");
+    refuse("plane dimensions (before", shape_text(dst.sizes, dst.sizes + dst_dim),
+           shape_text(src.sizes, src.sizes + src_dim));
   if (!std::equal(dst.sizes + dst_dim + 1, dst.sizes + dst.dim, src.sizes + src_dim + 1, src.sizes + src.dim))
-    throw_value_error("dst[", position, "] and src[", position, "] must have the same row dimensions, got ",
-                      shape_text(dst.sizes + dst_dim + 1, dst.sizes + dst.dim), " and ",
-                      shape_text(src.sizes + src_dim + 1, src.sizes + src.dim), ".");
+    refuse("row dimensions (after", shape_text(dst.sizes + dst_dim + 1, dst.sizes + dst.dim),
+           shape_text(src.sizes + src_dim + 1, src.sizes + src.dim));
   if (elements_share_memory(dst))
     throw_value_error("dst[", position,
                       "] has elements that share memory (an expanded view?); a destination must not.");

@@ -13,6 +13,7 @@ The weights are random: this shows mechanism and time, not language.
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_hicache import device_view, empty_host, transfer_kv
+from torch_hicache.testing import missing_reason
 
 
 @dataclass(frozen=True)
@@ -227,14 +229,25 @@ class Serving:
         return time.perf_counter()
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of 1 or more, got '{text}'")
+    return int(text)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=sorted(SHAPES), default="cpu")
-    parser.add_argument("--groups", type=int, default=3, help="of sessions that take turns")
-    parser.add_argument("--batch", type=int, default=4, help="sessions of a group")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=8, help="of a session in a turn")
+    parser.add_argument("--groups", type=_positive, default=3, help="of sessions that take turns")
+    parser.add_argument("--batch", type=_positive, default=4, help="sessions of a group")
+    parser.add_argument("--turns", type=_positive, default=3, help="of each group")
+    parser.add_argument("--tokens", type=_positive, default=8, help="of a session in a turn")
     options = parser.parse_args(arguments)
+    if reason := missing_reason(options.device):
+        print(
+            f"[compiled_decode] --device {options.device}: {reason} (see hicache info).", file=sys.stderr
+        )
+        return 2
 
     serving = Serving(options)
     compiled = torch.compile(serving.decoder, fullgraph=True)

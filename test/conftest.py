@@ -16,7 +16,8 @@ import hip_objects
 import pytest
 import torch
 
-from torch_hicache import check_errors, testing
+import torch_hicache
+from torch_hicache import backends, check_errors, testing
 
 KNOWN = ("cpu", "cuda", "npu")
 BACKENDS = (*KNOWN, *(name for name in testing.devices() if name not in KNOWN))
@@ -34,6 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["HICACHE_CALIBRATION"] = os.devnull  # no table that this machine's user has stored
     config.addinivalue_line("markers", "backend(name): runs on this device, skips without it")
+    hip = next(backend for backend in backends() if backend.name == "hip")
+    if os.environ.get("HICACHE_HIP_KEY") and not hip.loaded:
+        folder = Path(torch_hicache.__file__).parent
+        raise pytest.UsageError(f"HICACHE_HIP_KEY is set, but {folder} has no HIP backend: {hip.reason}")
     for name in REQUIRED:
         if name not in BINDINGS:
             raise pytest.UsageError(f"HICACHE_REQUIRE names '{name}'; there are {', '.join(BINDINGS)}")

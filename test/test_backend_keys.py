@@ -1,5 +1,6 @@
 """Which dispatch key AMD GPUs get, and when the HIP library stays out of a process."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,16 @@ def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not backend.loaded
     assert backend.reason
     assert backend.remedy.startswith("install ROCm 7.1")
+
+
+def test_what_a_build_left_out_is_not_installed_first() -> None:
+    left_out = "left out by HICACHE_BACKENDS"
+    (_backends._FOLDER / "_hip.so").unlink()
+    for load in (_backends._load_cuda, _backends._load_hip):
+        for reason, remedy in (
+            (left_out, "build torch_hicache again without HICACHE_BACKENDS"),
+            ("no compiler", "install .* and build torch_hicache again"),
+        ):
+            backend = load({"built": {}, "missing": {"cuda": reason, "hip": reason}})
+            assert backend.reason == reason
+            assert re.fullmatch(remedy, backend.remedy)

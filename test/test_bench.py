@@ -71,6 +71,29 @@ def test_records_are_gathered(scripts: Any, tmp_path: Path, capfd: pytest.Captur
     assert [row["section"] for row in record["results"]] == ["gemm", "cpu"]
 
 
+def test_what_needs_cuda_is_said(
+    scripts: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "--help"]) == 0
+    help_text = " ".join(capfd.readouterr().out.split())
+    assert "compile, engine, methods, row_sizes need a CUDA device" in help_text
+    for name in ("engine", "methods", "transfer_kv"):
+        scripts(name, {}, rows_of("cpu"))
+    for has_cuda in (False, True):
+        monkeypatch.setattr(bench.torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
+        assert cli.main(["bench"]) == 0
+        text = "" if has_cuda else "[bench] without a CUDA device nothing comes of engine, methods.\n"
+        assert capfd.readouterr().err == text
+
+
+def test_it_is_the_scripts_that_need_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "FOLDER", RESULTS.parent.parent)
+    sources = {name: (bench.FOLDER / f"bench_{name}.py").read_text() for name in bench.sections()}
+    refusing = [name for name, text in sources.items() if "need a CUDA device, and there is none" in text]
+    others = [n for n, text in sources.items() if "cuda.is_available()" in text and n not in refusing]
+    assert (refusing, others) == (list(bench.NEED_CUDA), list(bench.CPU_WITHOUT_CUDA))
+
+
 @pytest.mark.parametrize(
     ("codes", "code"), [((0, 0), 0), ((0, 2), 0), ((2, 2), 2), ((0, 1), 1), ((2, 1), 1), ((0, -9), 1)]
 )
@@ -86,6 +109,8 @@ def test_exit_codes(codes: tuple[int, int], code: int, scripts: Any) -> None:
     [
         (["--sections", "alpha,delta"], "--sections must be of alpha, got 'delta'."),
         (["--from", "none.json"], "--from needs --plot, to draw the results."),
+        (["--from", "cpu.json", "--plot", "out.png", "--sections", "alpha"], "--sections is of no use"),
+        (["--from", "cpu.json", "--plot", "out.png", "--json", "new.json"], "--json is of no use"),
         (["--from", "none.json", "--plot", "out.png"], "none.json: No such file or directory."),
         (["--from", "bad.json", "--plot", "out.png"], "bad.json must be results of hicache bench --json"),
         (["--from", "list.json", "--plot", "out.png"], "list.json must be results of hicache bench"),
@@ -159,17 +184,47 @@ def test_measured_results_are_drawn(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The link as a line, a curve for each method, a bar for each case and direction."""
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those that are drawn."""
     figure_module = pytest.importorskip("matplotlib.figure")
-    figures: list[Any] = []
+    kept: list[Any] = []
 
     class Kept(figure_module.Figure):  # type: ignore[name-defined]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            figures.append(self)
+            kept.append(self)
 
     monkeypatch.setattr(figure_module, "Figure", Kept)
+    return kept
+
+
+def check_readable(figure: Any) -> list[str]:
+    """No legend covers the data, and it lies within the picture; returns the names of the axes."""
+    for axes in figure.axes:
+        legend = axes.get_legend().get_window_extent()
+        assert legend.x0 >= axes.get_window_extent().x1
+        assert legend.x1 <= figure.bbox.x1
+        assert all("$" not in tick.get_text() for tick in axes.get_xticklabels())  # powers
+    return [name for axes in figure.axes for name in (axes.get_xlabel(), axes.get_ylabel())]
+
+
+def test_the_picture_of_a_replay_names_its_axes(figures: list[Any], tmp_path: Path) -> None:
+    small = ["--layers", "2", "--block-tokens", "1", "--device-bytes", "256K", "--host-bytes", "1M"]
+    small += ["--device", "cpu", "--requests", "60", "--plot", str(tmp_path / "out.png")]
+    assert cli.main(["replay", *small]) == 0
+    assert check_readable(figures[0]) == [
+        "request (number in the trace)",
+        "prompt blocks (%)",
+        "request (number in the trace)",
+        "moved so far (GiB)",
+        "size of a request's transfer (MiB)",
+        "rate (GB/s)",
+    ]
+
+
+def test_what_is_drawn(figures: list[Any], tmp_path: Path) -> None:
+    """The link as a line, a curve for each method, a bar for each case and direction."""
     results = [
         *rows_of("rows", row_bytes=64, gbps=4.0),
         *rows_of("row_sizes", row_bytes=1024, method="staged", gbps=7.0),
@@ -192,6 +247,9 @@ def test_what_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert [label.get_text() for label in gemm.get_yticklabels()] == ["kernel", "staged"]
     bars = {bars.get_label(): [bar.get_width() for bar in bars] for bars in gemm.containers}
     assert bars == {"load": [25.0, -12.5], "store": [50.0]}
+    curve = ["size of a scattered row (bytes)", "rate (GB/s)"]
+    slower = "how much slower an 8192-cubed matrix product is beside the transfer (%)"
+    assert check_readable(figures[0]) == [*curve, *curve, slower, "case"]
 
 
 def test_the_tables_are_what_the_script_writes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,10 +227,11 @@ def test_without_sorts_it_says_so(
 @pytest.mark.parametrize(
     ("device", "text"),
     [
-        ("cpu", "--device must be an accelerator, cuda or cuda:N: .*, got 'cpu'"),
-        ("auto", "--device must be an accelerator, .*, got 'auto'"),
-        ("npu:1", "--device must be an accelerator, .*, got 'npu:1'"),
-        ("tpu", "--device must be .*, got 'tpu'"),
+        ("cpu", "--device must be cuda or cuda:N, got 'cpu'. .* there is nothing to calibrate"),
+        ("auto", "--device must be cuda or cuda:N, got 'auto'"),
+        ("npu:1", "--device must be .* The CPU and an NPU have no table of methods"),
+        ("hip", "--device must be .*, got 'hip'. An AMD GPU is cuda: ROCm's torch calls it so."),
+        ("cuda:x", "--device must be cuda or cuda:N, got 'cuda:x'"),
     ],
 )
 def test_what_is_no_accelerator_is_exit_code_2(

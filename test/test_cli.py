@@ -96,6 +96,19 @@ def test_hit_rates_are_shares_of_the_blocks_requested(
     assert report["trace"] == str(path)
 
 
+def test_ids_that_come_again_in_a_request_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(GOOD + GOOD.replace("[1, 2]", "[3, 3]") * 2)
+    assert cli.main(["replay", str(path), "--device", "cpu", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["blocks"], report["blocks_repeated"]) == (4, 2)
+    assert cli.main(["replay", str(path), "--device", "cpu"]) == 0
+    line = r"^  repeated +2 +ids again within a request, taken once *$"
+    assert re.search(line, capsys.readouterr().out, re.MULTILINE)
+
+
 def test_a_forward_pass_is_played(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*SMALL, "--json", "--compute-ms", "0.5"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -104,7 +117,7 @@ def test_a_forward_pass_is_played(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["rows_verified"] > report["mismatches"] == 0
     assert 0 <= report["hidden"] < 1
     assert cli.main([*SMALL, "--compute-ms", "0.5"]) == 0
-    line = r"^  computation +\d\.\d\d s +\d+\.\d{3} s waited, \d+% of transfer time hidden *$"
+    line = r"^  computation +\d\.\d\d s +\d+\.\d{3} s waited, a sleep hid \d+% of transfers *$"
     assert re.search(line, capsys.readouterr().out, re.MULTILINE)
 
 
@@ -212,8 +225,11 @@ def test_ctrl_c_before_the_first_request(
         (["--host-bytes", "0"], "argument --host-bytes: must be a size such as 512M or 2G, got '0'"),
         (["--host-bytes=-1G"], "argument --host-bytes: must be a size such as 512M or 2G, got '-1G'"),
         (["--host-bytes", "nan"], "argument --host-bytes: must be a size such as 512M or 2G, got 'nan'"),
-        (["--device-bytes", "1K"], "device_bytes must hold a block of 65,536 bytes .*, got 1,024"),
-        (["--host-bytes", "999T"], "the pools in host memory need .* bytes, .* are free"),
+        (["--device-bytes", "1K"], "--device-bytes must hold a block of 65,536 bytes .*, got 1,024"),
+        (
+            ["--host-bytes", "999T"],
+            r"the pools in host memory \(--device-bytes and --host-bytes\) need .* bytes, .* are free",
+        ),
         (["--layers", "0"], "argument --layers: must be an integer of 1 or more, got '0'"),
         (["--layers", "33"], "--layers must be at most 32 for gqa_8b, got 33"),
         (
@@ -229,12 +245,21 @@ def test_ctrl_c_before_the_first_request(
             ["--compute-ms", "-1"],
             "argument --compute-ms: must be milliseconds from 0 to 999,999, got '-1'",
         ),
+        (["--tier3-deadline-ms", "0"], "argument --tier3-deadline-ms: must be above 0, got '0'"),
         (["--model", "gpt"], "argument --model: invalid choice: 'gpt' .*gqa_8b.*"),
         (["--layout", "rows"], "argument --layout: invalid choice: 'rows' .*layer_first.*"),
+        (["--method", "staged"], "--method staged needs an accelerator, .*; use 'auto' or 'kernel'"),
         (["--method", "magic"], "argument --method: invalid choice: 'magic' .*kernel.*"),
         (["--device", "tpu"], "--device must be auto, cpu, cuda, cuda:N, npu or npu:N, got 'tpu'"),
+        (
+            ["--device", "hip:1"],
+            "--device must be .* or npu:N, got 'hip:1'. An AMD GPU is cuda: ROCm's torch calls it so",
+        ),
         (["--device", "cuda:x"], "--device must be auto, cpu, cuda, cuda:N, npu or npu:N, got 'cuda:x'"),
-        (["--unit", "slot", "--layout", "page_head"], "page_head is addressable by page only: .*"),
+        (
+            ["--unit", "slot", "--layout", "page_head"],
+            "--layout page_head is addressable by page only: .*",
+        ),
         (["--plot", "missing/out.png"], "--plot: missing/out.png is no file in an existing folder"),
         (["--plot", "out.txt"], "--plot must name a file such as out.png, got 'out.txt' .*"),
         (["--lay=4"], "unrecognized arguments: --lay=4"),
@@ -257,7 +282,9 @@ def test_a_bad_value_is_one_line_and_exit_code_2(
     assert cli.main(["replay", *device, *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert re.fullmatch(rf"\[(replay|layout|hicache)\] {text}\.( See '.*--help'\.| Use .*)?\n", err), err
+    assert re.fullmatch(
+        rf"\[(replay|hicache)\] {text}\.( See '.*--help'\.| Use --unit page\.)?\n", err
+    ), err
 
 
 @pytest.mark.parametrize(
@@ -433,7 +460,7 @@ def test_info_says_why_a_backend_is_missing(
     assert "backend cuda (key CUDA): not loaded: nvcc was not found\n" in out
     assert "  to get it: install the CUDA toolkit\n" in out
     assert "CUDA_HOME=/path/to/cuda-12" in out
-    assert "no NVIDIA device was found" in out
+    assert "no NVIDIA GPU and no NPU was found; AMD's are not listed" in out
 
 
 @pytest.mark.parametrize(("driver", "is_old"), [("570.86", True), ("580.65", False), (None, False)])

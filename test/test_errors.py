@@ -1,5 +1,7 @@
 """Every refusal: its type, its text (the same from the fake kernel), and that no byte has moved."""
 
+import re
+
 import expecttest
 import pytest
 import torch
@@ -17,6 +19,7 @@ from bad_calls import (
     text_of,
 )
 
+import torch_hicache
 from torch_hicache.testing import fill_pool, unchanged
 
 transfer_kv = torch.ops.hicache.transfer_kv
@@ -80,15 +83,15 @@ On the CPU
   slot_dim: ValueError: [transfer_kv] slot_dim 2 is out of range for dst[0] of shape [9, 4].
   slot_dim from the end: ValueError: [transfer_kv] slot_dim -3 is out of range for dst[0] of shape [9, 4].
   slot_dim of a scalar: ValueError: [transfer_kv] slot_dim 0 is out of range for dst[0] of shape [].
-  slot_dim of src: ValueError: [transfer_kv] dst[0] and src[0] must have the same plane dimensions, got [9] and [8].
+  slot_dim of src: ValueError: [transfer_kv] dst[0] and src[0] must have the same plane dimensions (before slot_dim=1), got [9] and [8].
   dtype: ValueError: [transfer_kv] dst[1] and src[1] must have the same dtype, got float32 and float16.
   dtype of the same size: ValueError: [transfer_kv] dst[0] and src[0] must have the same dtype, got float8_e4m3fn and float8_e5m2.
   new dtypes: ValueError: [transfer_kv] dst[0] and src[0] must have the same dtype, got float8_e8m0fnu and float4_e2m1fn_x2.
-  row: ValueError: [transfer_kv] dst[0] and src[0] must have the same row dimensions, got [4] and [5].
-  row of one: ValueError: [transfer_kv] dst[1] and src[1] must have the same row dimensions, got [2] and [1].
-  row of another rank: ValueError: [transfer_kv] dst[1] and src[1] must have the same row dimensions, got [2] and [2, 1].
-  planes: ValueError: [transfer_kv] dst[0] and src[0] must have the same plane dimensions, got [2] and [3].
-  planes, from the end: ValueError: [transfer_kv] dst[0] and src[0] must have the same plane dimensions, got [] and [1].
+  row: ValueError: [transfer_kv] dst[0] and src[0] must have the same row dimensions (after slot_dim=0), got [4] and [5].
+  row of one: ValueError: [transfer_kv] dst[1] and src[1] must have the same row dimensions (after slot_dim=0), got [2] and [1].
+  row of another rank: ValueError: [transfer_kv] dst[1] and src[1] must have the same row dimensions (after slot_dim=0), got [2] and [2, 1].
+  planes: ValueError: [transfer_kv] dst[0] and src[0] must have the same plane dimensions (before slot_dim=1), got [2] and [3].
+  planes, from the end: ValueError: [transfer_kv] dst[0] and src[0] must have the same plane dimensions (before slot_dim=-2), got [] and [1].
   expanded dst: ValueError: [transfer_kv] dst[0] has elements that share memory (an expanded view?); a destination must not.
   dst with rows that overlap: ValueError: [transfer_kv] dst[1] has elements that share memory (an expanded view?); a destination must not.
   requires grad: ValueError: [transfer_kv] dst[1] requires grad and transfer_kv has no derivative; call it under torch.no_grad() or detach the pool.
@@ -151,6 +154,25 @@ For cuda
   count on another GPU: ValueError: [transfer_kv] count must be on cuda:0, where both index tensors are, got cuda:1.
 """,  # noqa: E501
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"dst": torch.ones(9, 4)}, "dst must be a list of tensors, got a tensor; pass [tensor]."),
+        ({"src": torch.ones(8, 4)}, "src must be a list of tensors, got a tensor; pass [tensor]."),
+        ({"src": None}, "src must be a list of tensors, got NoneType."),
+        ({"dst": [torch.ones(9, 4), [1]]}, "dst[1] must be a tensor, got list."),
+        ({"dst_indices": [0, 1, 2]}, "dst_indices must be a tensor, got list."),
+        ({"count": 2}, "count must be a tensor, got int."),
+    ],
+)
+def test_the_function_names_the_argument_of_another_type(changes: dict, text: str) -> None:
+    call = arguments("cpu", changes)
+    positional = [call.pop(name) for name in ("dst", "src", "dst_indices", "src_indices")]
+    with pytest.raises(TypeError, match=f"^{re.escape('[transfer_kv] ' + text)}$") as error:
+        torch_hicache.transfer_kv(*positional, **call)
+    assert error.value.__suppress_context__  # torch's own text shows the whole value
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")

@@ -497,7 +497,7 @@ def test_a_pool_below_one_block_is_refused() -> None:
     for tier in ("device", "host"):
         small = replace(options, **{f"{tier}_bytes": options.block_bytes - 1})
         with pytest.raises(
-            ValueError, match=rf"^\[replay\] {tier}_bytes must hold a block of 1,536 bytes"
+            ValueError, match=rf"^\[replay\] --{tier}-bytes must hold a block of 1,536 bytes"
         ):
             Replay(small)
 

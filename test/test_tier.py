@@ -236,9 +236,10 @@ def test_seconds_and_rates_are_finite(name: str, value: Any) -> None:
         MooncakeTier(pool_of("page_first"), master="host:5", namespace="n", **{name: value})
 
 
-def test_bytes_are_lent_to_a_tier_only(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", "--tier3-bytes", "1G"]) == 2
-    assert "--tier3-bytes needs the --tier3" in capsys.readouterr().err
+def test_options_of_a_tier_need_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for option, value in (("--tier3-bytes", "1G"), ("--tier3-deadline-ms", "50")):
+        assert main(["replay", option, value]) == 2
+        assert f"[replay] {option} needs the --tier3" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_named_with_its_install_line(

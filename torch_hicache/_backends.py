@@ -50,6 +50,40 @@ def backends() -> list[Backend]:
     return list(_backends.values())
 
 
+def _backend_name(device_type: str) -> str:
+    """A ROCm torch calls its devices cuda as well."""
+    if device_type == "cuda" and torch.version.hip:
+        return "hip"
+    return {"npu": "ascend"}.get(device_type, device_type)
+
+
+def backend_of(device_type: str) -> Backend:
+    """The backend, loaded or not, of cpu, cuda, hip or npu devices."""
+    return _backends[_backend_name(device_type)]
+
+
+def why_missing(backend: Backend) -> str:
+    return f"the {backend.name} backend is not loaded: {backend.reason}. To get it, {backend.remedy}."
+
+
+def empty_on(device: torch.device | str | int, *, caller: str) -> torch.Tensor:
+    """No elements on `device`: knows its index, and leads an op to its backend.
+
+    Raises:
+        RuntimeError: this torch has no such device, and what to do; or what its runtime says.
+    """
+    try:
+        return torch.empty(0, device=device)
+    except (AssertionError, RuntimeError):  # torch's ways to say so
+        device_type = "cuda" if isinstance(device, int) else str(device).partition(":")[0]
+        backend = _backends.get(_backend_name(device_type))
+        if backend is not None and backend.loaded:
+            raise
+        others = f"there are backends for cpu, cuda, hip and npu, none for {device_type}."
+        why = why_missing(backend) if backend else others
+        raise RuntimeError(f"[{caller}] device {device} can't be used: {why}") from None
+
+
 def load() -> None:
     """Load `_C` and what else fits this torch. A second call does nothing."""
     if _backends:
@@ -87,12 +121,19 @@ def _build_record() -> dict[str, dict[str, Any]]:
         return {"built": {}, "missing": {}}
 
 
+def _build_remedy(reason: str, install: str) -> str:
+    """What to do about a library that is not built: tools are not what one lacks that was left out."""
+    if "HICACHE_BACKENDS" in reason:
+        return "build torch_hicache again without HICACHE_BACKENDS"
+    return f"{install} and build torch_hicache again"
+
+
 def _load_cuda(build: dict[str, dict[str, Any]]) -> Backend:
     library = _FOLDER / "_cuda.so"
     details = build["built"].get("cuda", {})
     if not library.is_file():
         reason = build["missing"].get("cuda", "_cuda.so is missing")
-        remedy = "install the CUDA toolkit (nvcc 12.x or 13.x) and build torch_hicache again"
+        remedy = _build_remedy(reason, "install the CUDA toolkit (nvcc 12.x or 13.x)")
         return Backend("cuda", "CUDA", False, False, reason, remedy)
     if torch.version.hip is not None:
         reason = "this torch is a ROCm build"
@@ -158,7 +199,7 @@ def _load_hip(build: dict[str, dict[str, Any]]) -> Backend:
 
     if not library.is_file():
         reason = build["missing"].get("hip", "_hip.so is missing")
-        remedy = "install ROCm, or clang 19 and HIP's headers, and build torch_hicache again"
+        remedy = _build_remedy(reason, "install ROCm, or clang 19 and HIP's headers,")
         return missing(reason, remedy)
     if not key:
         return missing(
@@ -186,10 +227,7 @@ def _register_fallback(backend: Backend, key: str) -> None:
 
     def refuse(name: str) -> Callable[..., NoReturn]:
         def kernel(*_args: object, **_kwargs: object) -> NoReturn:
-            raise RuntimeError(
-                f"[{name}] the {backend.name} backend is not loaded: {backend.reason}. "
-                f"To get it, {backend.remedy}."
-            )
+            raise RuntimeError(f"[{name}] {why_missing(backend)}")
 
         return kernel
 

@@ -11,9 +11,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 Record = dict[str, Any]
 FOLDER = Path(__file__).parent.parent / "benchmark"
-_NO_DEVICE = 2  # what a script returns that needs a device, where there is none
+_NO_DEVICE = 2  # what a script returns that needs a device, or a package, where there is none
+NEED_CUDA = ("compile", "engine", "methods", "row_sizes")
+CPU_WITHOUT_CUDA = ("host_memory", "integrations", "transfer_kv")
+NEEDS = (
+    f"{', '.join(NEED_CUDA)} need a CUDA device; {', '.join(CPU_WITHOUT_CUDA)} measure the CPU without; "
+    "mooncake needs Mooncake Store and xxhash."
+)
 
 
 def sections() -> list[str]:
@@ -48,6 +56,8 @@ def run(names: list[str], folder: Path) -> tuple[Record, int]:
     Returns the gathered record, and the exit code: 1 if a script failed, 2 if none had its device.
     """
     records, codes = [], []
+    if not torch.cuda.is_available() and (left_out := [name for name in names if name in NEED_CUDA]):
+        print(f"[bench] without a CUDA device nothing comes of {', '.join(left_out)}.", file=sys.stderr)
     for name in names:
         print(f"== {name}", flush=True)
         path = folder / f"{name}.json"

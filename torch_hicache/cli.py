@@ -21,7 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import torch_hicache
-from torch_hicache.cli_device import backend_of, find_device
+from torch_hicache._backends import backend_of
+from torch_hicache.cli_device import AMD_IS_CUDA, find_device
 from torch_hicache.cli_doctor import add_doctor
 from torch_hicache.cli_measure import add_bench, add_calibrate
 from torch_hicache.info import collect_info, cpu_name
@@ -34,6 +35,7 @@ from torch_hicache.tier import TierStats, check_tier_url
 from torch_hicache.trace import BLOCK_TOKENS, Request, generate_trace, read_trace
 
 _GENERATED_REQUESTS = 3000
+_DEADLINE_MS = 50.0  # of the third tier
 _BAR_WIDTH = 32
 _TIMES = """\
 times, of the table and of --json:
@@ -43,7 +45,8 @@ times, of the table and of --json:
                           store still held
   gbps_put_tier3, gbps_get_tier3   bytes over the time of the calls, which requests wait for
   hidden                  1 - exposed_seconds / (time of loads and stores); null without --compute-ms
-                          or if nothing moved"""
+                          or if nothing moved. On the CPU the forward pass is a sleep, beside which a
+                          thread copies: a real one would want the same cores and memory"""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -127,24 +130,25 @@ def _add_replay(commands: Any) -> None:
         metavar="mooncake://HOST:PORT",
         help="what leaves the host pool goes there",
     )
-    add("--tier3-bytes", type=_size, default=0, metavar="SIZE", help="lent to the third tier (none)")
+    add("--tier3-bytes", type=_size, metavar="SIZE", help="lent to the third tier (none)")
     add(
         "--tier3-deadline-ms",
-        type=_milliseconds,
-        default=50.0,
+        type=_deadline,
         metavar="X",
-        help="within which the third tier must answer (50); longer on a machine that is busy",
+        help=f"within which the third tier must answer ({_DEADLINE_MS:g}); longer on a busy machine",
     )
     add("--layout", choices=LAYOUTS, default="layer_first", help="of the host pool (layer_first)")
     add("--unit", choices=UNITS, default="page", help="what an index addresses (page)")
-    add("--device", default="auto", metavar="auto|cpu|cuda[:N]|npu[:N]", help="where to run (auto)")
+    devices = "auto|cpu|cuda[:N]|npu[:N]"
+    add("--device", default="auto", metavar=devices, help=f"where to run (auto). {AMD_IS_CUDA}")
     add("--method", choices=METHODS, default="auto", help="of transfer_kv (auto)")
     add(
         "--compute-ms",
         type=_milliseconds,
         default=0.0,
         metavar="X",
-        help="play a forward pass of X ms for each request, behind its load layer by layer (0)",
+        help="play a forward pass of X ms for each request, behind its load layer by layer (0): a kernel "
+        "that spins on a GPU, a sleep on the CPU",
     )
     add(
         "--requests",
@@ -192,6 +196,13 @@ def _milliseconds(text: str) -> float:
     return float(text)
 
 
+def _deadline(text: str) -> float:
+    milliseconds = _milliseconds(text)
+    if not milliseconds:
+        raise argparse.ArgumentTypeError(f"must be above 0, got '{text}'")
+    return milliseconds
+
+
 def _layers(text: str) -> int | None:
     """None stands for all layers of the model."""
     return None if text == "all" else _positive(text)
@@ -225,7 +236,7 @@ def _run_replay(arguments: argparse.Namespace) -> int:
     except (ValueError, MemoryError, RuntimeError, ImportError) as error:
         # Of RuntimeErrors: a device without that much memory, a method that it does not have. Of
         # ImportErrors: a third tier whose package is not installed.
-        text = str(error).partition("\n")[0]
+        text = _as_typed(str(error).partition("\n")[0])
         print(text if text.startswith("[") else f"[replay] {text}", file=sys.stderr)
         return 2
     with closing(replay), _progress(requests) as on_served:
@@ -248,6 +259,14 @@ def _run_replay(arguments: argparse.Namespace) -> int:
     return 130 if result.interrupted else 0
 
 
+def _as_typed(text: str) -> str:
+    """An error of the op or of a pool, with the options of this command for their arguments."""
+    text = re.sub(r"^\[transfer_kv\] method '(\w+)'", r"[replay] --method \1", text)
+    return re.sub(
+        r"^\[layout\] (\w+)(.*) Use unit 'page'", r"[replay] --layout \1\2 Use --unit page", text
+    )
+
+
 def _requests(arguments: argparse.Namespace) -> list[Request]:
     if arguments.trace is not None:
         return read_trace(arguments.trace, limit=arguments.requests)
@@ -257,8 +276,9 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
 def _replay_options(arguments: argparse.Namespace) -> ReplayOptions:
     model = MODELS[arguments.model]
     num_layers = arguments.layers or model.num_layers
-    if arguments.tier3_bytes and arguments.tier3 is None:
-        raise ValueError("[replay] --tier3-bytes needs the --tier3 that they are lent to.")
+    for name in ("tier3_bytes", "tier3_deadline_ms"):
+        if arguments.tier3 is None and getattr(arguments, name) is not None:
+            raise ValueError(f"[replay] --{name.replace('_', '-')} needs the --tier3 that it is of.")
     if num_layers > model.num_layers:
         raise ValueError(
             f"[replay] --layers must be at most {model.num_layers} for {model.name}, got {num_layers}."
@@ -276,8 +296,8 @@ def _replay_options(arguments: argparse.Namespace) -> ReplayOptions:
         seed=arguments.seed,
         compute_seconds=arguments.compute_ms / 1e3,
         tier3=arguments.tier3,
-        tier3_bytes=arguments.tier3_bytes,
-        tier3_deadline_seconds=arguments.tier3_deadline_ms / 1e3,
+        tier3_bytes=arguments.tier3_bytes or 0,
+        tier3_deadline_seconds=(arguments.tier3_deadline_ms or _DEADLINE_MS) / 1e3,
     )
 
 
@@ -329,6 +349,7 @@ def _summary(result: ReplayResult) -> dict[str, Any]:
         "rows_verified": result.total("rows_verified"),
         "mismatches": result.mismatches,
         "first_mismatch": result.first_mismatch,
+        "blocks_repeated": result.blocks_repeated,
         "blocks_uncached": result.blocks_uncached,
         "blocks_dropped": result.blocks_dropped,
         "seconds": result.seconds,
@@ -357,7 +378,7 @@ def _what_was_run(arguments: argparse.Namespace, options: ReplayOptions) -> dict
             "host_bytes": options.host_bytes,
             "tier3": options.tier3,
             "tier3_bytes": options.tier3_bytes,
-            "tier3_deadline_ms": arguments.tier3_deadline_ms,
+            "tier3_deadline_ms": options.tier3_deadline_seconds * 1e3,
             "unit": options.unit,
             "requests": arguments.requests,
             "seed": options.seed,
@@ -400,10 +421,13 @@ def _print_result(result: ReplayResult, run: dict[str, Any]) -> None:
             rate = f"at {moved.gbps:.2f} GB/s, {way}" if moved.num_bytes else way
             table.add_row(f"tier3 {name}", _readable(moved.num_bytes), rate)
         table.add_row("tier3 misses", f"{result.tier3_misses:,}", _tier3_note(result.tier3))
-    table.add_row("computation", f"{result.compute_seconds:.2f} s", _hidden_note(result))
+    table.add_row("computation", f"{result.compute_seconds:.2f} s", _hidden_note(result, run))
     table.add_row("rows verified", f"{result.total('rows_verified'):,}", _rows_note(result))
     color = "red" if result.mismatches else "green"
     table.add_row("mismatches", f"[{color}]{result.mismatches:,}[/]")
+    if result.blocks_repeated:
+        note = "ids again within a request, taken once"
+        table.add_row("repeated", f"{result.blocks_repeated:,}", note)
     if result.blocks_uncached:
         table.add_row("not cached", f"{result.blocks_uncached:,}", "blocks beyond the device pool")
     if result.blocks_dropped:
@@ -430,9 +454,12 @@ def _tier3_note(stats: TierStats) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in parts.items())
 
 
-def _hidden_note(result: ReplayResult) -> str:
+def _hidden_note(result: ReplayResult, run: dict[str, Any]) -> str:
     waited = f"{result.exposed_seconds:.3f} s waited"
-    return waited if result.hidden is None else f"{waited}, {result.hidden:.0%} of transfer time hidden"
+    if result.hidden is None:
+        return waited
+    what = "a sleep" if run["options"]["device"] == "cpu" else "it"
+    return f"{waited}, {what} hid {result.hidden:.0%} of transfers"
 
 
 _NOTHING_CAME_BACK = "nothing came back from the host: try more requests or a smaller device pool"
@@ -484,5 +511,7 @@ def _run_info(arguments: argparse.Namespace) -> int:
         parts = [device["name"], device["memory"], device["link"] or "link not reported"]
         console.print(f"  {label}: {', '.join(parts[: 2 if device['type'] == 'cpu' else 3])}")
     if len(info["devices"]) == 1:
-        console.print("  no NVIDIA device was found")
+        console.print(
+            "  no NVIDIA GPU and no NPU was found; AMD's are not listed: hicache doctor --device hip"
+        )
     return 0

@@ -5,7 +5,9 @@ import sys
 
 import torch
 
-import torch_hicache
+from torch_hicache._backends import backend_of, why_missing
+
+AMD_IS_CUDA = "An AMD GPU is cuda: ROCm's torch calls it so."
 
 
 def find_device(name: str, *, command: str) -> torch.device:
@@ -16,8 +18,9 @@ def find_device(name: str, *, command: str) -> torch.device:
     """
     match = re.fullmatch(r"auto|cpu|(cuda|npu)(?::([0-9]{1,4}))?", name)
     if not match:
+        hint = f" {AMD_IS_CUDA}" if name.startswith(("hip", "rocm", "amd")) else ""
         raise ValueError(
-            f"[{command}] --device must be auto, cpu, cuda, cuda:N, npu or npu:N, got '{name}'."
+            f"[{command}] --device must be auto, cpu, cuda, cuda:N, npu or npu:N, got '{name}'.{hint}"
         )
     if name == "cpu":
         return torch.device("cpu")
@@ -29,11 +32,11 @@ def find_device(name: str, *, command: str) -> torch.device:
     if module is None or not is_available or not backend.loaded:
         if name == "auto":
             if is_available:
-                print(f"[{command}] on the CPU: {_why_missing(backend)}", file=sys.stderr)
+                print(f"[{command}] on the CPU: {why_missing(backend)}", file=sys.stderr)
             return torch.device("cpu")
         why = "torch finds no usable device (see hicache info)."
         raise ValueError(
-            f"[{command}] --device {name}: {why if backend.loaded else _why_missing(backend)}"
+            f"[{command}] --device {name}: {why if backend.loaded else why_missing(backend)}"
         )
     index = int(match[2]) if match[2] else module.current_device()
     if index >= module.device_count():
@@ -41,15 +44,3 @@ def find_device(name: str, *, command: str) -> torch.device:
             f"[{command}] --device {name}: torch sees {module.device_count()} {device_type} device(s)."
         )
     return torch.device(device_type, index)
-
-
-def backend_of(device_type: str) -> torch_hicache.Backend:
-    """A ROCm torch calls its devices cuda as well."""
-    name = {"npu": "ascend"}.get(device_type, device_type)
-    if device_type == "cuda" and torch.version.hip:
-        name = "hip"
-    return next(backend for backend in torch_hicache.backends() if backend.name == name)
-
-
-def _why_missing(backend: torch_hicache.Backend) -> str:
-    return f"the {backend.name} backend is not loaded: {backend.reason}. To get it, {backend.remedy}."

@@ -19,6 +19,7 @@ from torch_hicache.calibrate import DIRECTIONS
 
 _BACKENDS = {"cpu": "cpu", "cuda": "cuda", "hip": "hip", "npu": "ascend"}
 _DEFAULT_MIB = 64
+_REPORT = "hicache-doctor.json"
 
 
 def add_doctor(commands: Any) -> None:
@@ -32,7 +33,7 @@ def add_doctor(commands: Any) -> None:
     )
     add = parser.add_argument
     add("--device", default="auto", metavar="auto|cpu|cuda|hip|npu[:N]", help="what to examine (auto)")
-    add("--json", type=Path, default=Path("hicache-doctor.json"), metavar="FILE", help="the report")
+    add("--json", type=Path, default=Path(_REPORT), metavar="FILE", help=f"the report ({_REPORT})")
     add("--mib", type=_mib, default=_DEFAULT_MIB, metavar="N", help="MiB moved for a rate (64)")
     parser.set_defaults(run=_run_doctor)
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch_hicache.calibrate import (
     measure_rows,
     measure_sorting,
 )
-from torch_hicache.cli_device import find_device
+from torch_hicache.cli_device import AMD_IS_CUDA, find_device
 from torch_hicache.plan import save_method_table
 from torch_hicache.plot import check_plot, draw_bench
 
@@ -33,14 +34,16 @@ from torch_hicache.plot import check_plot, draw_bench
 def add_calibrate(commands: Any) -> None:
     calibrate = commands.add_parser(
         "calibrate",
-        help="measure which method is the fastest on this machine, and keep that",
+        help="measure which method is the fastest on this machine's GPU, and keep that",
         description="Measure the methods of transfer_kv on this machine, in seconds: by row size and "
         "direction, and whether small rows scattered over a big host pool are to be sorted. The table is "
         "stored in ~/.cache/torch_hicache, or the folder that $HICACHE_CALIBRATION names; a "
         "TransferEngine loads it when it is made.",
         allow_abbrev=False,
     )
-    calibrate.add_argument("--device", default="cuda", metavar="cuda[:N]", help="what to measure (cuda)")
+    calibrate.add_argument(
+        "--device", default="cuda", metavar="cuda[:N]", help=f"what to measure (cuda). {AMD_IS_CUDA}"
+    )
     calibrate.add_argument("--dry-run", action="store_true", help="store nothing")
     calibrate.add_argument("--json", action="store_true", help="one JSON object on stdout")
     calibrate.set_defaults(run=_run_calibrate)
@@ -48,10 +51,10 @@ def add_calibrate(commands: Any) -> None:
 
 def _run_calibrate(arguments: argparse.Namespace) -> int:
     try:
-        if arguments.device.startswith(("auto", "cpu", "npu")):
+        if not re.fullmatch(r"cuda(:[0-9]{1,4})?", arguments.device):
             raise ValueError(
-                "[calibrate] --device must be an accelerator, cuda or cuda:N: elsewhere 'auto' has no "
-                f"table, got '{arguments.device}'."
+                f"[calibrate] --device must be cuda or cuda:N, got '{arguments.device}'. {AMD_IS_CUDA} "
+                "The CPU and an NPU have no table of methods: there is nothing to calibrate."
             )
         device = find_device(arguments.device, command="calibrate")
         rows, sorts = measure_rows(device), measure_sorting(device)
@@ -124,7 +127,7 @@ def add_bench(commands: Any) -> None:
         "bench",
         help="run the figure set of a source tree, and draw it",
         description="Run the scripts benchmark/bench_*.py of the source tree, one after the other, and "
-        "gather their results. They are not in the wheel.",
+        f"gather their results. They are not in the wheel. {bench.NEEDS}",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -142,6 +145,9 @@ def _run_bench(arguments: argparse.Namespace) -> int:
     try:
         if arguments.results and not arguments.plot:
             raise ValueError("[bench] --from needs --plot, to draw the results.")
+        for name in ("sections", "json"):
+            if arguments.results and getattr(arguments, name):
+                raise ValueError(f"[bench] --{name} is of no use beside --from, which measures nothing.")
         if arguments.plot:
             check_plot(arguments.plot, command="bench")
         code = 0

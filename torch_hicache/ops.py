@@ -3,10 +3,12 @@
 The fake raises the texts of csrc/transfer_kv.cpp: change both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from torch_hicache._backends import empty_on
 
 METHODS = ("auto", "kernel", "copy_engine", "staged")
 
@@ -56,18 +58,28 @@ def transfer_kv(
     Errors: ValueError for shapes, dtypes, devices and overlap, before any byte moves; IndexError for
     an index on the CPU outside [0, slots). A bad index on the accelerator skips its entry and is
     recorded: `check_errors`, or the next call on that device, raises it. RuntimeError for a failure of
-    the device runtime.
+    the device runtime. TypeError where an argument is no tensor or list of tensors (torch.ops.hicache's
+    own is a RuntimeError that shows the whole value).
     """
-    torch.ops.hicache.transfer_kv(
-        dst,
-        src,
-        dst_indices,
-        src_indices,
-        slot_dim=slot_dim,
-        count=count,
-        method=method,
-        max_blocks=max_blocks,
-    )
+    try:
+        torch.ops.hicache.transfer_kv(
+            dst,
+            src,
+            dst_indices,
+            src_indices,
+            slot_dim=slot_dim,
+            count=count,
+            method=method,
+            max_blocks=max_blocks,
+        )
+    except RuntimeError:  # asked only now: a good call pays nothing for it
+        lists, tensors = (
+            {"dst": dst, "src": src},
+            {"dst_indices": dst_indices, "src_indices": src_indices},
+        )
+        if wrong := _wrong_type(lists, tensors | ({} if count is None else {"count": count})):
+            raise TypeError(f"[transfer_kv] {wrong}.") from None
+        raise
 
 
 def check_errors(device: torch.device | str | int) -> None:
@@ -78,8 +90,24 @@ def check_errors(device: torch.device | str | int) -> None:
 
     Raises:
         IndexError: with the position, value and limit of the index, and the number of the call.
+        RuntimeError: this torch has no such device.
     """
-    torch.ops.hicache.check_errors(torch.empty(0, device=device))
+    torch.ops.hicache.check_errors(empty_on(device, caller="check_errors"))
+
+
+def _wrong_type(lists: Mapping[str, object], tensors: Mapping[str, object]) -> str:
+    """What of a call is no tensor or list of tensors; empty if all is."""
+    items: dict[str, object] = {}
+    for name, value in lists.items():
+        if isinstance(value, Tensor):
+            return f"{name} must be a list of tensors, got a tensor; pass [tensor]"
+        if not isinstance(value, list | tuple):
+            return f"{name} must be a list of tensors, got {type(value).__name__}"
+        items |= {f"{name}[{i}]": item for i, item in enumerate(value)}
+    for name, value in (items | dict(tensors)).items():
+        if not isinstance(value, Tensor):
+            return f"{name} must be a tensor, got {type(value).__name__}"
+    return ""
 
 
 def _refuse(text: str) -> None:
@@ -182,11 +210,11 @@ def _check_pair(dst: Tensor, src: Tensor, slot_dim: int, i: int) -> None:
     dst_dim = _resolve_slot_dim(dst, slot_dim, f"dst[{i}]")
     src_dim = _resolve_slot_dim(src, slot_dim, f"src[{i}]")
     for what, dst_sizes, src_sizes in (
-        ("plane", dst.shape[:dst_dim], src.shape[:src_dim]),
-        ("row", dst.shape[dst_dim + 1 :], src.shape[src_dim + 1 :]),
+        ("plane dimensions (before", dst.shape[:dst_dim], src.shape[:src_dim]),
+        ("row dimensions (after", dst.shape[dst_dim + 1 :], src.shape[src_dim + 1 :]),
     ):
         text = (
-            f"dst[{i}] and src[{i}] must have the same {what} dimensions, got "
+            f"dst[{i}] and src[{i}] must have the same {what} slot_dim={slot_dim}), got "
             f"{_shape_text(dst_sizes)} and {_shape_text(src_sizes)}."
         )
         _check(len(dst_sizes) == len(src_sizes), text)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 # The schemas that the ops below need come with it.
 from torch_hicache import ops  # noqa: F401
+from torch_hicache._backends import empty_on
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,9 @@ def set_method_table(device: torch.device | str, table: MethodTable) -> None:
 
     Raises:
         ValueError: a negative value, less than one staging buffer of 64 KiB, or an NPU: it has no table.
+        RuntimeError: this torch has no such device.
     """
-    on_device = torch.empty(0, device=device)
+    on_device = empty_on(device, caller="set_method_table")
     torch.ops.hicache.set_method_table(on_device, table.values())
     _devices_with_a_table.add(on_device.device)
 

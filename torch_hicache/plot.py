@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _WINDOWS = 100  # points of the hit-rate curve
 _DEVICE_COLOR, _HOST_COLOR, _REST_COLOR = "#2a7f62", "#e0a030", "#d8d8d8"
 _TIER3_COLOR = "#4a90b8"
+_REQUEST = "request (number in the trace)"
+_WAYS = {"load": "load, host to device", "store": "store, device to host"}
 
 
 def check_plot(path: Path, *, command: str) -> None:
@@ -47,7 +49,7 @@ def draw_replay(result: ReplayResult, path: Path, *, title: str) -> None:
     """Hit rates over the requests, bytes moved so far, and each transfer's rate by its size."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 9), layout="constrained")
+    figure = Figure(figsize=(11, 9), layout="constrained")
     figure.suptitle(title)
     hits, moved, rates = figure.subplots(3, 1)
     _draw_hits(hits, result)
@@ -74,16 +76,19 @@ def _draw_hits(axes: Axes, result: ReplayResult) -> None:
     rest = [100 - sum(shares) for shares in zip(*hits.values(), strict=True)]
     labels = [*names.values(), "prefilled"]
     axes.stackplot(places, *hits.values(), rest, labels=labels, colors=[*colors, _REST_COLOR])
-    axes.set(xlabel="request", ylabel="% of prompt blocks", ylim=(0, 100))
-    axes.legend(loc="upper right")
+    axes.set(xlabel=_REQUEST, ylabel="prompt blocks (%)", ylim=(0, 100))
+    axes.margins(x=0)
+    _legend_beside(axes)
 
 
 def _draw_moved(axes: Axes, result: ReplayResult) -> None:
     for direction, color in _directions():
         sizes = (getattr(record, direction).num_bytes for record in result.records)
-        axes.plot([total / 2**30 for total in itertools.accumulate(sizes)], color=color)
-    axes.set(xlabel="request", ylabel="GiB moved so far")
-    axes.legend(["load", "store"], loc="upper left")
+        totals = [total / 2**30 for total in itertools.accumulate(sizes)]
+        axes.plot(totals, color=color, label=_WAYS[direction])
+    axes.set(xlabel=_REQUEST, ylabel="moved so far (GiB)")
+    axes.margins(x=0)
+    _legend_beside(axes)
 
 
 def _draw_rates(axes: Axes, result: ReplayResult) -> None:
@@ -95,13 +100,24 @@ def _draw_rates(axes: Axes, result: ReplayResult) -> None:
             [part.gbps for part in parts],
             s=6,
             color=color,
-            label=f"{direction}: {result.moved(direction).gbps:.1f} GB/s over all",
+            label=f"{direction}, {result.moved(direction).gbps:.1f} GB/s over all",
         )
-    axes.set(xlabel="MiB in one transfer", ylabel="GB/s")
+    axes.set(xlabel="size of a request's transfer (MiB)", ylabel="rate (GB/s)")
     if any(result.moved(direction).num_bytes for direction, _ in _directions()):
         axes.set_xscale("log")  # which an empty picture can't have
+        axes.xaxis.set_major_formatter(_plain)
     axes.set_ylim(bottom=0)
-    axes.legend(loc="lower right")
+    _legend_beside(axes)
+
+
+def _legend_beside(axes: Axes) -> None:
+    """To the right of the picture, where it covers nothing."""
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def _plain(value: float, _place: float) -> str:
+    """A tick's number without powers."""
+    return f"{value:g}"
 
 
 def _directions() -> tuple[tuple[str, Any], ...]:
@@ -154,7 +170,7 @@ def draw_bench(record: dict[str, Any], path: Path) -> None:
             "the results have none."
         )
     machine = record["machine"]
-    figure = Figure(figsize=(11, 5 + 0.35 * len(cases)), layout="constrained")
+    figure = Figure(figsize=(13, 5 + 0.35 * len(cases)), layout="constrained")
     figure.suptitle(f"{machine.get('device', 'no device')}, commit {machine.get('commit', 'unknown')}")
     grid = figure.add_gridspec(2, 2, height_ratios=[4.5, 0.5 + 0.35 * len(cases)])
     for column, (direction, of_direction) in enumerate(curves.items()):
@@ -172,10 +188,12 @@ def _draw_bandwidth(
         axes.plot(sizes, rates, marker=".", color=_METHOD_COLORS.get(method), label=method)
     if link:
         axes.axhline(link, color="black", linestyle="--", linewidth=1, label="one big copy")
-    axes.set(title=direction, xlabel="bytes of a row", ylabel="GB/s")
+    axes.set(title=_WAYS[direction], xlabel="size of a scattered row (bytes)", ylabel="rate (GB/s)")
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(_plain)
     axes.set_ylim(bottom=0)
-    axes.legend(loc="center right")
+    if curves or link:
+        _legend_beside(axes)
 
 
 def _draw_slowdowns(axes: Axes, cases: dict[str, dict[str, float]]) -> None:
@@ -186,6 +204,8 @@ def _draw_slowdowns(axes: Axes, cases: dict[str, dict[str, float]]) -> None:
     axes.set_yticks(range(len(cases)), list(cases), fontsize=8)
     axes.invert_yaxis()
     axes.axvline(0, color="black", linewidth=1)
-    axes.set(xlabel="% that an 8192-cubed product is slower beside the transfer")
+    axes.set(
+        xlabel="how much slower an 8192-cubed matrix product is beside the transfer (%)", ylabel="case"
+    )
     if cases:
-        axes.legend(loc="lower right")
+        _legend_beside(axes)

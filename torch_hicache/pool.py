@@ -10,6 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from torch_hicache._backends import empty_on
 from torch_hicache.host_kinds import choose_kind
 from torch_hicache.host_memory import device_view, empty_host
 from torch_hicache.layout import UNITS, PlaneSpec, PoolShape
@@ -241,6 +242,7 @@ class DevicePool(Pool):
     Raises:
         ValueError: sizes that can't be.
         MemoryError: the device has not that much memory.
+        RuntimeError: this torch has no such device.
     """
 
     def __init__(
@@ -253,7 +255,7 @@ class DevicePool(Pool):
     ) -> None:
         self._declare(planes, num_layers)
         self._set_slots(num_slots, page_size, "layer_first")
-        self.device = torch.empty(0, device=device).device  # with its index
+        self.device = empty_on(device, caller=self._name).device  # with its index
         self._buffers, self._places = [], []
         for spec, shape in zip(self.specs, self._shapes, strict=True):
             try:
@@ -353,6 +355,7 @@ class HostPool(Pool):
     Raises:
         ValueError: sizes that can't be, or a budget below one page.
         MemoryError: there is not that much memory.
+        RuntimeError: this torch has no such device.
     """
 
     _view: "HostPool | None" = None
@@ -377,7 +380,7 @@ class HostPool(Pool):
         if num_slots is None:
             num_slots = self._slots_in(budget_bytes or 0, page_size)
         self._set_slots(num_slots, page_size, layout)
-        self.device = torch.empty(0, device=device).device  # with its index
+        self.device = empty_on(device, caller=self._name).device  # with its index
         groups: dict[tuple[object, ...], list[int]] = {}
         for i, spec in enumerate(self.specs):
             groups.setdefault((spec.row_shape, spec.dtype), []).append(i)

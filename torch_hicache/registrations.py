@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from torch_hicache._backends import empty_on
 from torch_hicache.host_mapping import HUGE_PAGE_BYTES
 from torch_hicache.memory_budget import readable
 
@@ -45,7 +46,7 @@ class OpRegistrar:
     """The registrar of an accelerator whose backend is loaded."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_device = torch.empty(0, device=device)  # leads the ops to the backend
+        self._on_device = empty_on(device, caller="host_memory")
         self.device = self._on_device.device
 
     def register(self, address: int, nbytes: int) -> None:
@@ -71,10 +72,7 @@ def has_registrar(device: torch.device) -> bool:
 
 def registrar_for(device: torch.device) -> Registrar:
     """RuntimeError where this torch has no such device."""
-    try:
-        return REGISTRARS.get(device.type, OpRegistrar)(device)
-    except AssertionError as error:  # torch's own way to say so
-        raise RuntimeError(f"[host_memory] {device} can't be used: {error}.") from None
+    return REGISTRARS.get(device.type, OpRegistrar)(device)
 
 
 @dataclass(frozen=True)

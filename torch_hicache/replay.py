@@ -106,6 +106,7 @@ class ReplayResult:
     mismatches: int = 0
     first_mismatch: str = ""
     blocks_uncached: int = 0  # of requests longer than the device pool: served, but not kept
+    blocks_repeated: int = 0  # ids that came again within one request, whose prefix can't hold them twice
     blocks_dropped: int = 0  # evicted from the device when the host pool had no room for them
     seconds: float = 0.0
     interrupted: bool = False
@@ -207,7 +208,7 @@ class Pools:
             num_pages[tier] = budget // options.block_bytes
             if not num_pages[tier]:
                 raise ValueError(
-                    f"[replay] {tier}_bytes must hold a block of {options.block_bytes:,} bytes "
+                    f"[replay] --{tier}-bytes must hold a block of {options.block_bytes:,} bytes "
                     f"({options.num_layers} layers, {options.block_tokens} tokens of "
                     f"{options.model.token_layer_bytes:,} bytes), got {budget:,}."
                 )
@@ -251,8 +252,9 @@ class Pools:
         wanted = sum(num_pages[tier] for tier in tiers) * self._options.block_bytes
         free = available_memory()
         if wanted > free:
+            names = " and ".join(f"--{tier}-bytes" for tier in tiers)
             raise MemoryError(
-                f"[replay] the pools in host memory need {wanted:,} bytes, {free:,} are free."
+                f"[replay] the pools in host memory ({names}) need {wanted:,} bytes, {free:,} are free."
             )
 
     def store(self, device_pages: list[int], host_pages: list[int], record: "RequestRecord") -> None:
@@ -455,6 +457,7 @@ class Replay:
                     tier.touch(block)
         self._evict(self._num_spare, keep, record, result)
         result.blocks_uncached += len(requested) - len(blocks)
+        result.blocks_repeated += len(request.hash_ids) - len(requested)
         result.records.append(record)
 
     def _evict(self, wanted: int, keep: set[int], record: RequestRecord, result: ReplayResult) -> None:

@@ -1,12 +1,16 @@
 """Builds the HIP backend for an NVIDIA GPU, as _hip.so of a package without _cuda.so.
 
-    python test/hip_on_cuda/build.py OUTPUT [ARCH]     needs nvcc; ARCH as nvcc names it (sm_90)
-    HICACHE_HIP_KEY=CUDA PYTHONPATH=OUTPUT python -m pytest test -k cuda
+    python test/hip_on_cuda/build.py OUTPUT [ARCH]              needs nvcc; ARCH as nvcc names it (sm_90)
+    python test/hip_on_cuda/build.py OUTPUT [ARCH] -- -k cuda   and runs the tests, with these arguments
+
+The tests run in the folder test: `python -m pytest` puts the current folder first, and from the root of
+the tree it would load the tree's own package, whose CUDA backend takes the key.
 
 What runs then is the HIP source under CUDA's runtime: say "HIP source on an NVIDIA GPU" of any result.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -61,5 +65,36 @@ def build(output: Path, arch: str) -> Path:
     return package / "_hip.so"
 
 
+LOADED = """
+import torch_hicache
+backends = {backend.name: backend for backend in torch_hicache.backends()}
+why = "it has the cuda backend" if backends["cuda"].loaded else backends["hip"].reason
+print(torch_hicache.__file__, why, sep="\\n")
+"""
+
+
+def run_tests(output: Path, arguments: list[str]) -> int:
+    """pytest with the package in `output`; refused where that would test something else."""
+    environment = os.environ | {"HICACHE_HIP_KEY": "CUDA", "PYTHONPATH": str(output)}
+    where = {"cwd": FOLDER.parent, "env": environment}
+    asked = [sys.executable, "-c", LOADED]
+    found = subprocess.run(asked, **where, stdout=subprocess.PIPE, text=True, check=True).stdout
+    path, why = found.splitlines()[-2:]
+    if why or not Path(path).is_relative_to(output):
+        why = why or "another package"
+        raise SystemExit(f"[hip_on_cuda] {path} is not the HIP source in {output}: {why}.")
+    command = [sys.executable, "-m", "pytest", "-c", "../pyproject.toml", "--rootdir=..", *arguments]
+    return subprocess.run(command, **where, check=False).returncode
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        raise SystemExit(__doc__)
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    output, arch = Path(arguments[0]).resolve(), arguments[1] if at > 1 else "sm_90"
+    print(build(output, arch), flush=True)
+    return run_tests(output, arguments[at + 1 :]) if at < len(arguments) else 0
+
+
 if __name__ == "__main__":
-    print(build(Path(sys.argv[1]).resolve(), sys.argv[2] if len(sys.argv) > 2 else "sm_90"))
+    raise SystemExit(main(sys.argv[1:]))

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_hicache._backends import empty_on
 from torch_hicache.engine import TransferEngine
 from torch_hicache.layout import PlaneSpec
 from torch_hicache.pool import DevicePool, HostPool
@@ -63,7 +64,7 @@ class LayerWindow:
             self._part_of[self._layers[-1]] = min(2, len(self._layers) - 1)
         self._num_parts = max(self._part_of.values()) + 1
         self._max_tokens = max_tokens
-        self._device = None if device is None else torch.empty(0, device=device).device
+        self._device = None if device is None else empty_on(device, caller=name).device
         self._specs: tuple[PlaneSpec, ...] = ()
         self._host_pool: HostPool | None = None
         with torch.inference_mode(False):  # whose tensors could not be written outside of it
