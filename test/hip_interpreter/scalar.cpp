@@ -84,6 +84,17 @@ const std::map<std::string, Handler> kHandlers = {
        w.write32(i, i.operands[0], u32(sum));
        w.scc = sum >> 32 != 0;
      })},
+    {"s_sub_u32", OP({
+       const u32 a = w.read32(i, i.operands[1]), b = w.read32(i, i.operands[2]);
+       w.write32(i, i.operands[0], a - b);
+       w.scc = b > a;
+     })},
+    {"s_subb_u32", OP({
+       const u32 a = w.read32(i, i.operands[1]);
+       const u64 b = u64{w.read32(i, i.operands[2])} + w.scc;
+       w.write32(i, i.operands[0], u32(a - b));
+       w.scc = b > a;
+     })},
     {"s_add_i32", OP({
        int32_t sum;
        const bool overflows = __builtin_add_overflow(as_signed(w.read32(i, i.operands[1])),
@@ -92,6 +103,9 @@ const std::map<std::string, Handler> kHandlers = {
        w.scc = overflows;
      })},
     {"s_add_nc_u64", OP(binary64(w, i, [](u64 a, u64 b) { return a + b; }))},
+    {"s_sub_nc_u64", OP(binary64(w, i, [](u64 a, u64 b) { return a - b; }))},
+    {"s_mul_u64", OP(binary64(w, i, [](u64 a, u64 b) { return a * b; }))},
+    {"s_mul_hi_u32", OP(binary32(w, i, [](u32 a, u32 b) { return u32(u64{a} * b >> 32); }))},
     {"s_mul_i32", OP(binary32(w, i, [](u32 a, u32 b) { return a * b; }))},
     {"s_cselect_b32", OP(w.write32(i, i.operands[0], w.read32(i, i.operands[w.scc ? 1 : 2])))},
     {"s_cselect_b64", OP(w.write64(i, i.operands[0], w.read64(i, i.operands[w.scc ? 1 : 2])))},

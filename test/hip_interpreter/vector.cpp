@@ -110,6 +110,7 @@ const std::map<std::string, Handler> kHandlers = {
     {"v_or_b32", OP(binary32(w, i, [](u32 a, u32 b) { return a | b; }))},
     {"v_xor_b32", OP(binary32(w, i, [](u32 a, u32 b) { return a ^ b; }))},
     {"v_min_u32", OP(binary32(w, i, [](u32 a, u32 b) { return a < b ? a : b; }))},
+    {"v_min_i32", OP(binary32(w, i, [](u32 a, u32 b) { return int32_t(a) < int32_t(b) ? a : b; }))},
     {"v_mul_lo_u32", OP(binary32(w, i, [](u32 a, u32 b) { return a * b; }))},
     {"v_mul_hi_u32", OP(binary32(w, i, [](u32 a, u32 b) { return u32(u64{a} * b >> 32); }))},
     {"v_lshlrev_b32", OP(binary32(w, i, [](u32 a, u32 b) { return b << (a & 31); }))},
