@@ -135,8 +135,8 @@ def test_the_suite_of_the_op(arch: str) -> None:
 MUTANTS = {
     "offsets of 32 bits": (
         "hip/copy_rows.cuh",
-        "place[k].dst += dst_slot[k] * dst_slot_stride;",
-        "place[k].dst += static_cast<uint32_t>(dst_slot[k] * dst_slot_stride);",
+        "place[k].dst += dst_slot * dst_slot_stride;",
+        "place[k].dst += static_cast<uint32_t>(dst_slot * dst_slot_stride);",
         FAR,
         "AssertionError|are not the GPU's",
     ),
@@ -149,15 +149,15 @@ MUTANTS = {
     ),
     "an instruction without a meaning here": (
         "hip/copy_rows.cuh",
-        "const int64_t count = read_count(params);",
-        "__builtin_amdgcn_s_sleep(1);\n  const int64_t count = read_count(params);",
+        "const uint32_t count = read_count(params);",
+        "__builtin_amdgcn_s_sleep(1);\n  const uint32_t count = read_count(params);",
         ROWS,
         "an unknown instruction in: s_sleep 1",
     ),
     "a row one vector too long": (
         "hip/copy_rows.cuh",
-        "place.dst = params.planes[plane].dst + dst_offset;",
-        "place.dst = params.planes[plane].dst + dst_offset + kVectorBytes;",
+        "place[k].dst = params.planes[plane[k]].dst + dst_offset[k];",
+        "place[k].dst = params.planes[plane[k]].dst + dst_offset[k] + kVectorBytes;",
         ROWS,
         "bytes differ in memory|are not the GPU's",
     ),

@@ -13,7 +13,7 @@ __device__ ErrorLock error_lock;  // one in each device's copy of this module
 template <int kVectorBytes, typename Slot>
 __global__ __attribute__((amdgpu_flat_work_group_size(kCopyThreads, kCopyThreads))) void copy_kernel(
     const CopyParams params) {
-  copy_rows<kVectorBytes, Slot>(params);
+  copy_rows<kVectorBytes, Slot>(HICACHE_PARAMETER(params));
 }
 
 __global__ __attribute__((amdgpu_flat_work_group_size(kSelectThreads, kSelectThreads))) void select_kernel(

@@ -126,6 +126,12 @@ __device__ inline HICACHE_GLOBAL T* as_global(T* address) {
   return (HICACHE_GLOBAL T*)address;
 }
 
+// A kernel's only parameter, where the launch has put it. The named one has no address there: where one is
+// chosen at run time, all of the parameter is first copied to a stack.
+#ifndef HICACHE_PARAMETER
+#define HICACHE_PARAMETER(name) (*(const decltype(name)*)__builtin_amdgcn_kernarg_segment_ptr())
+#endif
+
 // A vector of words; a compiler that has no such vectors may bring its own.
 #ifndef HICACHE_WORDS
 #define HICACHE_WORDS(count) uint32_t __attribute__((vector_size(4 * count)))

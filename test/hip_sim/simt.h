@@ -13,6 +13,8 @@
 #define HIP_SIM_DEVICE inline
 #endif
 
+#define HICACHE_PARAMETER(name) name
+
 #ifdef __CUDACC__
 HIP_SIM_DEVICE uint32_t __builtin_amdgcn_workitem_id_x() {
   return threadIdx.x;
