@@ -1,6 +1,7 @@
 """The compiled code for AMD GPUs, executed by the interpreter of test/hip_interpreter."""
 
 import os
+import re
 import textwrap
 from pathlib import Path
 
@@ -112,6 +113,34 @@ def test_machine_code(arch: str) -> None:
     """All programs in one process: to start one, and to read the code, takes longer than they do."""
     code, text = run("\n".join((ROWS, FAR, STAGED, BAD)), arch)
     assert code == 0, text
+
+
+# One block copies 1 tile of 64 KiB, then 10: what 9 of them take, without the kernel's beginning and end.
+COUNTED = """
+def move(planes, entries, row_bytes):
+    pools = [[torch.zeros(entries, row_bytes, dtype=torch.uint8, device=device) for _ in range(planes)]
+             for _ in range(2)]
+    at = torch.arange(entries, device=device)
+    torch.ops.hicache.transfer_kv(*pools, at, at, max_blocks=1)
+
+for tiles in (1, 10):
+    move(PLANES, tiles * (1 << 16) // (PLANES * ROW), ROW)
+    torch_hicache.check_errors(device)  # waits
+"""
+# By planes and bytes of a row, on wave64: instructions for each byte of a lane.
+MOST_INSTRUCTIONS = {(2, 1024): 9.0, (1, 576): 8.0}
+
+
+@pytest.mark.parametrize(("planes", "row_bytes"), MOST_INSTRUCTIONS)
+def test_instructions_for_a_byte(planes: int, row_bytes: int) -> None:
+    program = COUNTED.replace("PLANES", str(planes)).replace("ROW", str(row_bytes))
+    code, text = run(program, "gfx942", HIP_SIM_COUNT="1")
+    assert code == 0, text
+    one, ten = (int(steps) for steps in re.findall(r"copy_kernelILi16E\w+: (\d+) instructions", text))
+    lanes, tile = 64, 1 << 16
+    each = (ten - one) / (9 * tile / lanes)
+    print(f"gfx942, {planes} planes, rows of {row_bytes} bytes: {each:.2f} instructions a byte of a lane")
+    assert each <= MOST_INSTRUCTIONS[planes, row_bytes]
 
 
 # The op's whole suite takes minutes in the interpreter: with HICACHE_HIP_FULL=1 only, as in .ci/run.

@@ -80,13 +80,16 @@ std::vector<char> kernarg_of(const hip_sim::Launch& launch, const hip_sim::Kerne
   return kernarg;
 }
 
-void run(Wave& wave, const std::vector<Instruction>& program) {
-  for (uint64_t steps = 0; !wave.ended; ++steps) {
+// How many instructions it took.
+uint64_t run(Wave& wave, const std::vector<Instruction>& program) {
+  uint64_t steps = 0;
+  for (; !wave.ended; ++steps) {
     if (steps == kMaxSteps || wave.next >= program.size())
       throw std::runtime_error("hip_interpreter: a wave that does not end");
     const Instruction& instruction = program[wave.next++];
     instruction.handler(wave, instruction);
   }
+  return steps;
 }
 
 }  // namespace
@@ -99,6 +102,7 @@ extern "C" __attribute__((visibility("default"))) void hip_sim_execute(const hip
   const Start start = start_of(launch, descriptor);
   const std::vector<char> kernarg = kernarg_of(launch, descriptor);
   const auto address = reinterpret_cast<uintptr_t>(kernarg.data());
+  uint64_t steps = 0;
   for (unsigned block = 0; block < launch.blocks; ++block)
     for (unsigned first = 0; first < launch.threads; first += start.lanes) {
       auto wave = std::make_unique<Wave>();
@@ -118,6 +122,9 @@ extern "C" __attribute__((visibility("default"))) void hip_sim_execute(const hip
         active |= uint64_t{first + lane < launch.threads} << lane;
       }
       wave->set_mask(kExec, active);
-      run(*wave, program);
+      steps += run(*wave, program);
     }
+  if (std::getenv("HIP_SIM_COUNT") != nullptr)
+    std::fprintf(stderr, "%s: %llu instructions\n", launch.kernel.c_str(),
+                 static_cast<unsigned long long>(steps));
 }
