@@ -100,11 +100,11 @@ TARGETS = [
     ),
     _share("pages of 64 tokens, page_first", "0.98 / 0.98", "0.92 / 0.94", "pages", STAGED),
     _share(
-        "pages of 64 KiB, scattered (`staged`)",
+        "pages of 64 KiB, scattered (`auto`: `staged`)",
         "0.92 / 0.92",
         "0.92",
         "pages",
-        "page_first, pages of 1 x 2048 B x 32, staged",
+        "page_first, pages of 1 x 2048 B x 32, auto: staged",
     ),
     _share("layer_first, one run of slots", "0.95 / 0.95", "-", "pages", RUN),
     _beside("8192-cubed product beside pages of 64 tokens", "1-5 % / 19-76 %", STAGED),
