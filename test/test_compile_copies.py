@@ -163,3 +163,19 @@ def test_a_write_that_nobody_reads_takes_no_order_with_it(device: str) -> None:
         for slots in SLOTS[:2]:
             args = *two_pools(slots, device), *two_pools(slots, device)[:2]
             compare(function, compiled, args, f"{slots} slots")
+
+
+def test_a_copy_behind_a_write_is_kept(device: str) -> None:
+    """Inductor writes in place, and takes the pool for the copy, although a transfer changes it later."""
+
+    def function(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Any:
+        p[i[:2]] = 7
+        kept = p[:5].clone()
+        transfer_kv([p], [q], i, j)
+        return kept
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True)
+    for slots in SLOTS[:2]:
+        sizes = compare(function, compiled, two_pools(slots, device), f"{slots} slots")
+        assert max(sizes) < slots * ROW * 4

@@ -269,7 +269,7 @@ def _keep_old_contents(graph: Graph, transfers: Sequence[Node]) -> None:
         views.setdefault(_storage(node), []).append(node)
     for transfer in transfers:
         for base, version in zip(_bases(transfer), _written_versions(transfer), strict=True):
-            memory = _input_of(base)
+            memory = _input_of(base, through_writes=True)
             if not (memory and version and _flows_back(version, memory)):
                 continue
             for view in views.get(_storage(base), ()):
@@ -287,13 +287,19 @@ def _written_versions(transfer: Node) -> list[Node | None]:
     return [outputs.get(position + 1) for position in range(len(_bases(transfer)))]
 
 
-def _input_of(base: Node) -> Node | None:
-    """The graph's input in whose memory `base` lives, through transfers into it and views."""
+def _input_of(base: Node, *, through_writes: bool = False) -> Node | None:
+    """The graph's input in whose memory `base` lives, through transfers into it and views.
+
+    With `through_writes` through ATen's writes too, which inductor may do in place (index_put).
+    """
+    from torch._inductor.fx_passes.reinplace import inplaceable_ops
+
     while base.op == "call_function" and base.args and isinstance(base.args[0], Node):
         source = base.args[0]
+        write = inplaceable_ops.get(base.target) if through_writes else None
         if base.target is operator.getitem and _is_transfer(source):
             base = _bases(source)[int(base.args[1]) - 1]
-        elif _storage(source) == _storage(base):
+        elif _storage(source) == _storage(base) or (write and write.mutated_arg == 0):
             base = source
         else:
             return None
