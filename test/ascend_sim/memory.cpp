@@ -21,6 +21,9 @@ struct Region {
   int file;  // of device memory: pages exist from their first use on
 };
 
+// New device memory up to this size holds garbage, larger has no pages yet.
+constexpr size_t kMaxGarbage = 1 << 20;
+
 std::mutex mutex;
 // By the address that users know: a device address, or the host's of pinned memory.
 std::map<const char*, Region> regions;
@@ -73,6 +76,8 @@ void* allocate_device(size_t nbytes, int device) {
     close(file);
     return nullptr;
   }
+  if (size <= kMaxGarbage)
+    std::memset(bytes, 0xA5, size);
   const std::lock_guard<std::mutex> lock(mutex);
   regions[address] = {Kind::kDevice, size, bytes, reservation, size + 2 * kPage, device, file};
   in_use[device] += size;
