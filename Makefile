@@ -70,7 +70,8 @@ $(ASCEND)/installed: requirements.txt Makefile
 test-ascend: build $(ASCEND)/installed
 	$(ASCEND)/bin/python test/ascend_sim/build.py $(ASCEND_SIM)
 	$(ASCEND_RUN) -k "npu and not all_lengths and not compiled_graph" test/test_transfer_kv.py test/test_indices.py \
-	  test/test_overlap.py test/test_errors.py test/test_fake.py test/test_fuzz.py test/test_pool.py test/test_engine*.py
+	  test/test_overlap.py test/test_errors.py test/test_fake.py test/test_fuzz.py test/test_pool.py test/test_far_rows.py \
+	  test/test_engine*.py
 	$(ASCEND_RUN) test/test_ascend*.py test/test_memfabric.py
 
 # The same libraries under another torch, from the wheel; without the files that look at machine code only.

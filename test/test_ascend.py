@@ -194,6 +194,51 @@ class TestAsynchrony:
             to_device_no_sync(copies[0], "npu")
 
 
+FIRST_CALL = """
+import torch
+from ascend_sim import Simulator
+from torch_hicache import check_errors, transfer_kv
+sim, streams = Simulator(), [torch.npu.Stream() for _ in range(3)]
+host = torch.arange(12, dtype=torch.uint8).view(3, 4)
+src, dst = host.to("npu"), torch.zeros(3, 4, dtype=torch.uint8).to("npu")
+good, bad = torch.tensor([0, 1]).to("npu"), torch.tensor([2, 7]).to("npu")
+torch.npu.synchronize()
+sim.forget()
+with sim.blocked(streams[0].npu_stream):
+    with torch.npu.stream(streams[0]):
+        transfer_kv([dst], [src], good, good)
+    with torch.npu.stream(streams[1]):
+        transfer_kv([dst], [src], bad, bad)
+    assert sim.host_syncs == 0
+streams[1].synchronize()
+for stream in reversed(streams):  # the last has called nothing yet
+    with torch.npu.stream(stream):
+        try:
+            check_errors("npu")
+        except IndexError as error:
+            print(error)
+assert torch.equal(dst.cpu(), host)
+there = [tensor.to("npu:1") for tensor in (dst, src, good)]
+with torch.npu.device(1), sim.capturing():
+    sim.forget()
+    transfer_kv([there[0]], [there[1]], there[2], there[2])
+    print(sim.calls("aclrtMemset"), sim.calls("aclrtMemsetAsync"))
+"""
+
+
+def test_the_first_call_of_a_device_waits_for_nothing(sim: Simulator) -> None:
+    """It makes the error record, whose zeros every stream finds; a captured one would zero it again."""
+    code = f"import sys; sys.path[:] = {sys.path!r}\n{FIRST_CALL}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    *errors, memsets = done.stdout.splitlines()
+    (error,) = [line for line in errors if line.startswith("[transfer_kv]")]
+    assert "call 2 on npu:0: dst_indices[1] is 7, out of range for 3 slots" in error
+    assert memsets == "1 0"
+
+
 class TestSubmissions:
     @pytest.mark.parametrize("planes", [1, 5, 200])
     @pytest.mark.parametrize("entries", [1, 17])

@@ -64,6 +64,19 @@ def test_a_copy_past_the_end_or_after_a_free_is_an_error_of_the_stream(sim: Simu
     assert sim.synchronize(stream) == ascend_sim.COPY_EXCEPTION
 
 
+def test_device_memory_exists_where_it_was_used(sim: Simulator) -> None:
+    device, nbytes = sim.malloc(10 << 30), 10 << 30
+    assert list(sim.used(device, nbytes)) == []
+    for at in (5, 9 << 30):
+        sim.write(device + at, DATA)
+    used = list(sim.used(device, nbytes))
+    assert [begin for begin, _ in used] == [0, 9 << 30]
+    assert all(len(DATA) <= end - begin < 1 << 22 for begin, end in used)
+    assert list(sim.used(device + (8 << 30), 1 << 30)) == []
+    assert list(sim.used(device + (9 << 30) + 10, 50)) == [(0, 50)]
+    assert sim.free(device) == 0
+
+
 def test_held_streams_do_nothing(sim: Simulator) -> None:
     device, host = sim.malloc(len(DATA)), sim.malloc_host(len(DATA))
     event = sim.create_event()

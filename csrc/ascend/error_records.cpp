@@ -6,6 +6,7 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <vector>
 
@@ -32,7 +33,9 @@ constexpr int64_t kRecordsAtOnce = 16;
 struct DeviceRecords {
   std::mutex mutex;  // guards all but the atomics
   ErrorRecord own;
-  std::deque<ErrorRecord> others;  // by handle, from 1 on
+  void* own_is_zeroed = nullptr;      // event; null where the zeros are older than every call
+  std::set<void*> streams_behind_it;  // the handle of a stream that is gone may come back: as much behind
+  std::deque<ErrorRecord> others;     // by handle, from 1 on
   std::vector<int64_t> free_handles;
   std::atomic<int64_t> calls{0};
   int64_t cores = 0;
@@ -74,18 +77,34 @@ void allocate(DeviceRecords& records, int32_t device_index, int64_t count, const
   }
 }
 
-// The device's own record serves all streams, so its zeros are there before anything is launched.
-void create_own(DeviceRecords& records, int32_t device_index) {
-  const std::lock_guard<std::mutex> guard(records.mutex);
-  if (records.own.device_lines.load() != nullptr)
-    return;
+// The zeros come in the order of `stream`. A graph that is being captured would bring them with every replay,
+// so there, and only there, the driver waits for them.
+void create_own(DeviceRecords& records, int32_t device_index, void* stream) {
   ErrorRecord made;
+  void* zeroed = nullptr;
   allocate(records, device_index, 1, [&]() -> ErrorRecord& { return made; });
   const size_t nbytes = record_bytes(records.cores);
-  check_acl(driver().memset(made.device_lines.load(), nbytes, 0, nbytes), "aclrtMemset");
+  if (is_capturing(stream)) {
+    check_acl(driver().memset(made.device_lines.load(), nbytes, 0, nbytes), "aclrtMemset");
+  } else {
+    check_acl(driver().create_event(&zeroed, kEventSync), "aclrtCreateEventWithFlag");
+    check_acl(driver().memset_async(made.device_lines.load(), nbytes, 0, nbytes, stream), "aclrtMemsetAsync");
+    check_acl(driver().record_event(zeroed, stream), "aclrtRecordEvent");
+    records.streams_behind_it.insert(stream);
+  }
+  records.own_is_zeroed = zeroed;
   records.own.host_lines = made.host_lines;
   records.own.seen = made.seen;
   records.own.device_lines.store(made.device_lines.load());
+}
+
+// The device's own record serves all streams: each is put behind the zeros once. A captured stream can't wait
+// for what was not captured; torch waits for the device before it captures.
+void put_behind_zeros(DeviceRecords& records, void* stream) {
+  if (records.own_is_zeroed == nullptr || records.streams_behind_it.count(stream) != 0 || is_capturing(stream))
+    return;
+  check_acl(driver().wait_event(stream, records.own_is_zeroed), "aclrtStreamWaitEvent");
+  records.streams_behind_it.insert(stream);
 }
 
 struct Report {
@@ -132,8 +151,8 @@ bool take_first(ErrorRecord& record, int64_t cores, Report& first) {
 ErrorSink next_error_sink(int32_t device_index, void* stream) {
   DeviceRecords& records = records_of(device_index);
   ErrorRecord* record = &records.own;
+  const std::lock_guard<std::mutex> guard(records.mutex);
   if (const int64_t handle = handle_in_use[device_place(device_index)]) {
-    const std::lock_guard<std::mutex> guard(records.mutex);
     record = &other_record(records, handle);
     if (record->needs_zeros) {  // its launches all come on this stream
       const size_t nbytes = record_bytes(records.cores);
@@ -141,8 +160,10 @@ ErrorSink next_error_sink(int32_t device_index, void* stream) {
                 "aclrtMemsetAsync");
       record->needs_zeros = false;
     }
-  } else if (records.own.device_lines.load() == nullptr) {
-    create_own(records, device_index);
+  } else {
+    if (records.own.device_lines.load() == nullptr)
+      create_own(records, device_index, stream);
+    put_behind_zeros(records, stream);
   }
   return {record, reinterpret_cast<int64_t>(record->device_lines.load()), records.cores, ++records.calls};
 }
@@ -178,8 +199,13 @@ void check_errors_ascend(const Tensor& on_device) {
   if (is_capturing(stream))
     return;
   DeviceRecords& records = records_of(device_index);
-  if (records.own.device_lines.load() != nullptr)  // replays of a captured graph run no host code that would
+  if (records.own.device_lines.load() != nullptr) {  // replays of a captured graph run no host code that would
+    {
+      const std::lock_guard<std::mutex> guard(records.mutex);
+      put_behind_zeros(records, stream);
+    }
     fetch_errors({&records.own, 0, records.cores, 0}, stream);
+  }
   check_acl(driver().synchronize_stream(stream), "aclrtSynchronizeStream");
   throw_recorded_error(device_index, stream, /*is_later_call=*/false);
 }

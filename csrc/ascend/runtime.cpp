@@ -35,6 +35,9 @@ Driver load_driver() {
   find(found.memset_async, "aclrtMemsetAsync", true);
   find(found.memcpy, "aclrtMemcpy", true);
   find(found.memcpy_async, "aclrtMemcpyAsync", true);
+  find(found.create_event, "aclrtCreateEventWithFlag", true);
+  find(found.record_event, "aclrtRecordEvent", true);
+  find(found.wait_event, "aclrtStreamWaitEvent", true);
   find(found.synchronize_stream, "aclrtSynchronizeStream", true);
   find(found.synchronize_device, "aclrtSynchronizeDevice", true);
   find(found.recent_error, "aclGetRecentErrMsg", true);

@@ -27,6 +27,7 @@ struct BatchAttribute {  // aclrtMemcpyBatchAttr
 struct PointerAttributes {  // aclrtPtrAttributes
   uint32_t id, type, page_size, reserved[4];
 };
+constexpr uint32_t kEventSync = 1;  // ACL_EVENT_SYNC: between streams
 constexpr uint32_t kLocationHost = 0, kLocationDevice = 1;
 
 // Null where this CANN does not have the function; without the first block there is no driver.
@@ -37,6 +38,9 @@ struct Driver {
   int (*memset_async)(void*, size_t, int32_t, size_t, void*);
   int (*memcpy)(void*, size_t, const void*, size_t, int);
   int (*memcpy_async)(void*, size_t, const void*, size_t, int, void*);
+  int (*create_event)(void**, uint32_t);
+  int (*record_event)(void*, void*);
+  int (*wait_event)(void*, void*);  // stream, event
   int (*synchronize_stream)(void*);
   int (*synchronize_device)();
   const char* (*recent_error)();

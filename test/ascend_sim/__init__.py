@@ -84,6 +84,17 @@ class Simulator:
         assert self.lib.sim_read(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), out) == SUCCESS
         return out.raw
 
+    def used(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """The stretches of device memory that were ever used, as distances from `address`."""
+        at, begin, end = 0, ctypes.c_size_t(), ctypes.c_size_t()
+        while at < nbytes:
+            found = ctypes.byref(begin), ctypes.byref(end)
+            assert self.lib.sim_used(ctypes.c_void_p(address + at), *found) == SUCCESS
+            if end.value == 0 or at + begin.value >= nbytes:
+                return
+            yield at + begin.value, min(at + end.value, nbytes)
+            at += end.value
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """No stream starts anything meanwhile."""

@@ -2,6 +2,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <map>
 #include <mutex>
 
@@ -17,7 +18,11 @@ struct Region {
   char* reservation;  // with a guard page on either side
   size_t reserved;
   int device;
+  int file;  // of device memory: pages exist from their first use on
 };
+
+// New device memory up to this size holds garbage, larger has no pages yet.
+constexpr size_t kMaxGarbage = 1 << 20;
 
 std::mutex mutex;
 // By the address that users know: a device address, or the host's of pinned memory.
@@ -50,7 +55,8 @@ std::map<const char*, Region>::iterator containing(const void* address, size_t n
 void* add_mapping(void* host, const char* device_address, char* reservation, size_t reserved, size_t nbytes) {
   const std::lock_guard<std::mutex> lock(mutex);
   device_address_of_host[static_cast<char*>(host)] = device_address;
-  regions[device_address] = {Kind::kRegistered, nbytes, static_cast<char*>(host), reservation, reserved, -1};
+  regions[device_address] = {
+      Kind::kRegistered, nbytes, static_cast<char*>(host), reservation, reserved, -1, -1};
   return const_cast<char*>(device_address);
 }
 
@@ -66,11 +72,14 @@ void* allocate_device(size_t nbytes, int device) {
   char* bytes = reserve(size, &alias_reservation);
   if (bytes != nullptr)
     bytes = static_cast<char*>(mmap(bytes, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0));
-  close(file);
-  if (address == nullptr || bytes == nullptr || bytes == MAP_FAILED)
+  if (address == nullptr || bytes == nullptr || bytes == MAP_FAILED) {
+    close(file);
     return nullptr;
+  }
+  if (size <= kMaxGarbage)
+    std::memset(bytes, 0xA5, size);
   const std::lock_guard<std::mutex> lock(mutex);
-  regions[address] = {Kind::kDevice, size, bytes, reservation, size + 2 * kPage, device};
+  regions[address] = {Kind::kDevice, size, bytes, reservation, size + 2 * kPage, device, file};
   in_use[device] += size;
   return address;
 }
@@ -82,6 +91,7 @@ bool free_device(void* address) {
     return false;
   const Region& region = at->second;
   in_use[region.device] -= region.nbytes;
+  close(region.file);
   munmap(region.bytes - kPage, region.reserved);
   munmap(region.reservation, region.reserved);
   regions.erase(at);
@@ -95,7 +105,7 @@ void* allocate_pinned(size_t nbytes) {
   if (address == nullptr || mprotect(address, size, PROT_READ | PROT_WRITE) != 0)
     return nullptr;
   const std::lock_guard<std::mutex> lock(mutex);
-  regions[address] = {Kind::kPinned, size, address, reservation, size + 2 * kPage, -1};
+  regions[address] = {Kind::kPinned, size, address, reservation, size + 2 * kPage, -1, -1};
   return address;
 }
 
@@ -158,6 +168,17 @@ char* find(const void* address, size_t nbytes, Reach reach) {
   return begin + nbytes <= known->first + region.nbytes ? const_cast<char*>(begin) : nullptr;
 }
 
+void zero(char* bytes, size_t nbytes) {
+  char* first = reinterpret_cast<char*>(pages(reinterpret_cast<size_t>(bytes)));
+  char* last = reinterpret_cast<char*>(reinterpret_cast<size_t>(bytes + nbytes) / kPage * kPage);
+  if (first >= last || madvise(first, static_cast<size_t>(last - first), MADV_REMOVE) != 0) {
+    std::memset(bytes, 0, nbytes);
+    return;
+  }
+  std::memset(bytes, 0, static_cast<size_t>(first - bytes));
+  std::memset(last, 0, static_cast<size_t>(bytes + nbytes - last));
+}
+
 bool is_device(const void* address, int* device) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto at = containing(address, 1);
@@ -185,6 +206,19 @@ SIM_API int sim_read(const void* address, size_t nbytes, void* out) {
   const char* bytes = sim::find(address, nbytes, sim::Reach::kCopy);
   if (bytes == nullptr)
     return sim::kInvalidParam;
-  __builtin_memcpy(out, bytes, nbytes);
+  std::memcpy(out, bytes, nbytes);
+  return sim::kSuccess;
+}
+
+// The first stretch at or behind a device address that was ever used, as distances from it; 0 and 0: none.
+SIM_API int sim_used(const void* address, size_t* begin, size_t* end) {
+  const std::lock_guard<std::mutex> lock(sim::mutex);
+  const auto at = sim::containing(address, 1);
+  if (at == sim::regions.end() || at->second.kind != sim::Kind::kDevice)
+    return sim::kInvalidParam;
+  const off_t from = static_cast<const char*>(address) - at->first;
+  const off_t data = lseek(at->second.file, from, SEEK_DATA);
+  *begin = data < 0 ? 0 : static_cast<size_t>(data - from);
+  *end = data < 0 ? 0 : static_cast<size_t>(lseek(at->second.file, data, SEEK_HOLE) - from);
   return sim::kSuccess;
 }

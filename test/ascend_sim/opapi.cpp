@@ -56,6 +56,14 @@ size_t item_bytes(aclDataType type) {
   }
 }
 
+bool is_contiguous(const aclTensor& tensor) {
+  int64_t expected = 1;
+  for (size_t k = tensor.sizes.size(); k-- > 0; expected *= tensor.sizes[k])
+    if (tensor.sizes[k] != 1 && tensor.strides[k] != expected)
+      return false;
+  return true;
+}
+
 bool is_real(aclDataType type) {
   return type == ACL_FLOAT || type == ACL_DOUBLE;
 }
@@ -168,8 +176,11 @@ int fill(const aclTensor& dst, const aclScalar& value) {
   Walk to(dst, dst.sizes);
   if (to.bytes == nullptr)
     return sim::kAiCoreException;
-  for (int64_t i = 0; i < count; ++i, to.next())
-    write_number(to.bytes, dst.type, value);
+  if (value.real == 0 && is_contiguous(dst))
+    sim::zero(to.bytes, static_cast<size_t>(count) * item_bytes(dst.type));
+  else
+    for (int64_t i = 0; i < count; ++i, to.next())
+      write_number(to.bytes, dst.type, value);
   return 0;
 }
 

@@ -46,6 +46,8 @@ void unmap_host(void* host);
 
 // Where the simulator itself finds the bytes; null where `reach` has no right to all of them.
 char* find(const void* address, size_t nbytes, Reach reach);
+// Zeros what `find` gave; whole pages of device memory cost nothing until they are used again.
+void zero(char* bytes, size_t nbytes);
 bool is_device(const void* address, int* device);
 bool is_host_known(const void* address);
 size_t device_bytes_in_use(int device);
