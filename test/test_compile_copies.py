@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import ROW, SLOTS, compare, indices, two_pools, two_stacks
+from compiling import LAYERS, ROW, SLOTS, compare, indices, two_pools, two_stacks
 from torch import Tensor
 
 from torch_hicache import transfer_kv
@@ -87,6 +87,40 @@ def test_destination_whose_copy_inductor_drops(device: str) -> None:
     for slots in SLOTS[:2]:
         p, q, i, j = two_stacks(slots, device)
         compare(function, compiled, (p, q[0].clone(), i, j), f"{slots} slots")
+
+
+def test_destination_that_copies_a_part_of_what_was_computed(device: str) -> None:
+    """Inductor takes the part itself, which no input holds and which begins inside its storage.
+
+    With dynamic sizes the offset of the written layer is then the one in that storage.
+    """
+
+    def function(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Any:
+        layer = q.shape[1] * q.shape[2]
+        second = q.reshape(-1)[layer : 2 * layer].sum()
+        copy = torch.cat([q, q])[2:4].clone()
+        transfer_kv([copy[1]], [p[0]], i, j)
+        return copy, second
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True)
+    for slots in SLOTS[:2]:
+        compare(function, compiled, two_stacks(slots, device), f"{slots} slots")
+
+
+def test_stack_inside_its_storage_that_aten_writes(device: str) -> None:
+    """What inductor makes of the stack begins where its memory does, unlike the stack."""
+
+    def function(p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> None:
+        q[2].copy_(q[1])
+        transfer_kv([q[2][1:], q[0]], [p[0][1:], p[1]], i, j)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True)
+    for slots in SLOTS[:2]:
+        both = [torch.cat([stack, stack])[LAYERS:] for stack in two_stacks(slots, device)[:2]]
+        at = (indices(9, slots - 1, device) for _ in range(2))
+        compare(function, compiled, (*both, *at), f"{slots} slots")
 
 
 @pytest.mark.parametrize("then", ["nothing", "transfer", "aten"])

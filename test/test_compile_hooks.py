@@ -213,6 +213,51 @@ def _python(code: str, **environment: str) -> str:
     return result.stdout
 
 
+# A version of the package that does not realise pending reads, and the right one after it.
+CHANGED = """
+import os, sys
+sys.path[:0] = [os.environ["PACKAGE"], sys.argv[1]]
+import torch
+from compiling import compare, pool
+import test_compile_hooks as t
+rows = torch.arange(5)  # those that are read
+arguments = pool(2, 40, 8), pool(2, 40, 8), rows, rows
+try:
+    compare(t.lazy_read, torch.compile(t.lazy_read, fullgraph=True), arguments)
+except AssertionError:
+    print("wrong")
+else:
+    print("right")
+"""
+
+
+def older_and_newer_package(folder: Path) -> tuple[Path, Path]:
+    """Links to this package, but for _inductor.py."""
+    package = Path(_inductor.__file__).parent
+    source = Path(_inductor.__file__).read_text()
+    realizing = "        _realize_reads(args[0] if args else kwargs[written])\n"
+    assert source.count(realizing) == 1
+    folders = folder / "older", folder / "newer"
+    for place, text in zip(folders, (source.replace(realizing, ""), source), strict=True):
+        (place / "torch_hicache").mkdir(parents=True)
+        for file in package.iterdir():
+            if file.name not in ("_inductor.py", "__pycache__"):
+                (place / "torch_hicache" / file.name).symlink_to(file)
+        (place / "torch_hicache" / "_inductor.py").write_text(text)
+    return folders
+
+
+def answers_with_one_cache(packages: tuple[Path, ...], cache: Path) -> list[str]:
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    return [_python(CHANGED, PACKAGE=str(place), **caches).split()[-1] for place in packages]
+
+
+def test_a_changed_lowering_does_not_meet_the_graphs_of_the_old_one(tmp_path: Path) -> None:
+    """Lowerings are no part of inductor's cache key; the digest of their file is."""
+    packages = older_and_newer_package(tmp_path)
+    assert answers_with_one_cache(packages, tmp_path / "cache") == ["wrong", "right"]
+
+
 def test_import_is_free_of_inductor() -> None:
     _python(IMPORT)
 

@@ -160,6 +160,8 @@ def _separate_regions(graph: Graph) -> None:
 # What the program said before inductor's passes: see _record_apart.
 _APART = "hicache_apart"
 _GEOMETRY = "hicache_geometry"
+_OFFSETS = "hicache_offsets"
+_OFFSET = "_storage_offset"  # how the wrapper's arguments end that say where a plane lies in its base
 
 
 def _reads(transfer: Node) -> list[Any]:
@@ -186,6 +188,11 @@ def _geometry(node: Node) -> tuple[Any, Any]:
     return value.storage_offset(), value.untyped_storage().nbytes()
 
 
+def _offsets(transfer: Node) -> dict[str, Any]:
+    values = {key: value for key, value in transfer.kwargs.items() if key.endswith(_OFFSET)}
+    return {key: v.meta["val"] if isinstance(v, Node) else v for key, v in values.items()}
+
+
 def _insert_clone(node: Node, before: Node) -> Node:
     graph = before.graph
     with graph.inserting_before(before):
@@ -208,6 +215,7 @@ def _record_apart(graph: Graph) -> None:
             position for position, read in enumerate(_reads(transfer)) if _storage(read) not in written
         ]
         transfer.meta[_GEOMETRY] = [_geometry(base) for base in _bases(transfer)]
+        transfer.meta[_OFFSETS] = _offsets(transfer)
 
 
 def _keep_apart(graph: Graph) -> None:
@@ -225,8 +233,6 @@ def _keep_apart(graph: Graph) -> None:
 
 
 def _keep_bases(transfer: Node) -> None:
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
     if "_all_bases" not in transfer.kwargs or _GEOMETRY not in transfer.meta:
         return
     bases = _bases(transfer)
@@ -234,11 +240,44 @@ def _keep_bases(transfer: Node) -> None:
     for position, recorded in enumerate(transfer.meta[_GEOMETRY]):
         base, version = bases[position], versions[position]
         now = _geometry(base)
-        moved = not all(statically_known_true(a == b) for a, b in zip(recorded, now, strict=True))
+        moved = not all(map(_same, recorded, now))
         memory = _input_of(base)
-        if moved or (memory and version and not _flows_back(version, memory)):
+        # Inductor lets what it computes begin where its memory does, whatever it was made of.
+        begins_late = memory is None and not _same(now[0], 0)
+        if moved or begins_late or (memory and version and not _flows_back(version, memory)):
             bases[position] = _insert_clone(base, transfer)
-            transfer.kwargs = {**transfer.kwargs, "_all_bases": bases}
+            offsets = _offsets_in_clone(transfer, position)
+            transfer.kwargs = {**transfer.kwargs, "_all_bases": bases, **offsets}
+
+
+def _same(a: Any, b: Any) -> bool:
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(a == b)
+
+
+def _offsets_in_clone(transfer: Node, position: int) -> dict[str, Any]:
+    """Where the planes of a base lie in its clone, which begins at 0: as far behind its begin as in the
+    program. What the graph says of it by now has followed the base to where inductor found it."""
+    began, _ = transfer.meta[_GEOMETRY][position]
+    offsets: dict[str, Any] = {}
+    for key, recorded in transfer.meta[_OFFSETS].items():
+        if transfer.kwargs[key.removesuffix(_OFFSET) + "_base_index"] != position:
+            continue
+        offsets[key] = offset = recorded - began
+        if not isinstance(offset, int):
+            with transfer.graph.inserting_before(transfer):
+                offsets[key] = transfer.graph.call_function(_number, (str(offset),))
+            offsets[key].meta["val"] = offset
+    return offsets
+
+
+def _number(_text: str) -> Any:
+    """In a graph the symbolic number that its node's `val` holds."""
+    return _value_of_node(_text)
+
+
+_number._inductor_lowering_function = True  # type: ignore[attr-defined]  # its own lowering
 
 
 def _keep_reads(transfer: Node) -> None:
@@ -367,8 +406,8 @@ def _install_lowerings() -> None:
     from torch._inductor import lowering
 
     offset = torch.ops.aten.sym_storage_offset.default
-    if offset not in lowering.lowerings:
-        lowering.register_lowering(offset, type_promotion_kind=None)(_storage_offset)
+    if offset not in lowering.lowerings:  # torch then takes 0: a view of layer 1 becomes one of layer 0
+        lowering.register_lowering(offset, type_promotion_kind=None)(_value_of_node)
 
     for op, written in _WRITES.items():
         # As inductor does by itself for an op that it meets without a lowering.
@@ -386,8 +425,7 @@ def _realizing(fallback: Callable[..., Any], written: str) -> Callable[..., Any]
     return lower
 
 
-def _storage_offset(_tensor: Any) -> Any:
-    """Torch has no lowering for it, and then takes 0: a view of layer 1 becomes one of layer 0."""
+def _value_of_node(_: Any) -> Any:
     from torch._inductor.virtualized import V
 
     value = V.graph.current_node.meta["val"]
