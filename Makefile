@@ -24,7 +24,7 @@ ASCEND := .venv-ascend
 ASCEND_PACKAGES := torch==2.13.0 torch-npu==2.13.0 memfabric-hybrid==1.3.0
 ASCEND_SIM := $(CURDIR)/build/ascend_sim
 ASCEND_RUN := env HICACHE_ASCEND_SIM=$(ASCEND_SIM) HICACHE_REQUIRE=npu LD_PRELOAD=$(ASCEND_SIM)/libpreload.so \
-  PYTHONPATH=$(CURDIR)/test/ascend_sim/site:$(CURDIR) timeout --kill-after=10 900 $(ASCEND)/bin/python -m pytest -q
+  PYTHONPATH=$(CURDIR)/test/ascend_sim/site:$(CURDIR) timeout --kill-after=10 1500 $(ASCEND)/bin/python -m pytest -q
 
 INTEGRATIONS := sglang vllm lmcache transformers mooncake sglang_mooncake vllm_mooncake
 # Mooncake's clients listen on every interface: a network of their own, without any.
