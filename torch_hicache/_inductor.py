@@ -273,7 +273,7 @@ def _offsets_in_clone(transfer: Node, position: int) -> dict[str, Any]:
 
 
 def _number(_text: str) -> Any:
-    """In a graph the symbolic number that its node's `val` holds."""
+    """In a graph the symbolic number that its node's `val` holds; the text is for who reads the graph."""
     return _value_of_node(_text)
 
 

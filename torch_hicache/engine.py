@@ -195,12 +195,12 @@ class TransferEngine:
             raise ticket.error  # an interrupt of this thread is no matter of the ticket alone
         return ticket
 
-    def _send(self, ticket: Ticket, hazards: Slots) -> None:
+    def _send(self, ticket: Ticket, touched: Slots) -> None:
         """Submit. Whatever fails on the way, what was submitted has an event and a watcher at the end."""
         stream = self._streams[ticket.direction]
         ticket.number = next(self._numbers)
-        conflicts = self._hazards.conflicts(ticket.direction, hazards)
-        self._hazards.add(ticket.direction, hazards, ticket.number)
+        conflicts = self._hazards.conflicts(ticket.direction, touched)
+        self._hazards.add(ticket.direction, touched, ticket.number)
         if ticket.direction == "load":
             self._newest_load |= dict.fromkeys(ticket.layers, ticket.number)
         events = ticket._events

@@ -6,6 +6,8 @@ finished too. Between a load and a store any common slot is a hazard, since one 
 
     device slot   a load writes it, a store reads it
     host slot     a load reads it, a store writes it
+
+A slot here is whatever the caller counts in: an engine counts in pages where slots may move as pages.
 """
 
 from collections.abc import Sequence
