@@ -1,6 +1,7 @@
 # make demo    the main job on the CPU, within a minute
 # make test    the test-suite
 # make test-ascend   the Ascend backend under real torch_npu, on a simulated driver with an emulated kernel
+# make test-gfx950   HIP's machine code for gfx950, compiled by PyPI's ziglang: Debian's clang 19 does not know it
 # make test-sglang, test-vllm, test-lmcache, test-transformers, test-mooncake, test-vllm_mooncake ...
 #              each integration with the real package, in a venv of its own
 # make lint    every check of the sources (pre-commit)
@@ -32,7 +33,7 @@ WITHIN_mooncake := unshare --map-root-user --net
 WITHIN_sglang_mooncake := $(WITHIN_mooncake)
 WITHIN_vllm_mooncake := $(WITHIN_mooncake)
 
-.PHONY: setup build demo test test-ascend test-torch lint asan bench wheel clean $(INTEGRATIONS:%=test-%)
+.PHONY: setup build demo test test-ascend test-gfx950 test-torch lint asan bench wheel clean $(INTEGRATIONS:%=test-%)
 .DEFAULT_GOAL := build
 
 setup: $(VENV)/installed
@@ -73,6 +74,16 @@ test-ascend: build $(ASCEND)/installed
 	  test/test_overlap.py test/test_errors.py test/test_fake.py test/test_fuzz.py test/test_pool.py test/test_far_rows.py \
 	  test/test_engine*.py
 	$(ASCEND_RUN) test/test_ascend*.py test/test_memfabric.py
+
+# Built in a copy of the tree, whose HIP library no other test uses; needs clang-19's tools and HIP's headers.
+GFX950 := build/gfx950
+test-gfx950: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --upgrade --target build/zig ziglang==0.17.1
+	mkdir -p $(GFX950)
+	cp -r setup.py pyproject.toml README.md LICENSE requirements.txt csrc test torch_hicache $(GFX950)
+	cd $(GFX950) && export HICACHE_ZIG=$(CURDIR)/build/zig/ziglang HIPCXX=$(CURDIR)/$(GFX950)/test/hip_zig/hipcc && \
+	  HICACHE_BACKENDS=cpu,hip PYTORCH_ROCM_ARCH=gfx950 $(CURDIR)/$(BIN)/python setup.py --quiet build_ext --inplace && \
+	  HICACHE_REQUIRE=hip $(CURDIR)/$(BIN)/python -m pytest -k gfx950 test/test_hip_isa.py test/test_hip_machine_code.py
 
 # The same libraries under another torch, from the wheel; without the files that look at machine code only.
 test-torch: wheel

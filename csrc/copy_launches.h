@@ -170,10 +170,12 @@ void for_each_launch(const Box& box, const Launch& launch, int64_t max_bytes = k
   launch(box, vector_bytes);
 }
 
-// The kernel's parameters for one such part; indices and errors are the caller's to fill.
-inline void fill_box(CopyParams& params, const Box& box, int vector_bytes) {
+// The kernel's parameters for one such part; indices and errors are the caller's to fill. A unit is
+// `vectors_per_unit` vectors, which must divide a chunk if they are more than one.
+inline void fill_box(CopyParams& params, const Box& box, int vector_bytes, int vectors_per_unit = 1) {
   params.first_entry = box.first_entry;
-  params.units_per_chunk = Divisor(static_cast<uint32_t>((box.chunk_bytes + vector_bytes - 1) / vector_bytes));
+  const int64_t unit_bytes = int64_t{vector_bytes} * vectors_per_unit;
+  params.units_per_chunk = Divisor(static_cast<uint32_t>((box.chunk_bytes + unit_bytes - 1) / unit_bytes));
   params.tail_bytes = static_cast<uint32_t>(box.chunk_bytes % vector_bytes);
   params.num_units = params.units_per_chunk.size;
   params.num_dims = static_cast<int32_t>(box.num_dims);

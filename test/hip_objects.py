@@ -89,28 +89,41 @@ class Kernel:
 
     @property
     def vector_bytes(self) -> int:
-        match = re.search(r"copy_kernelILi(\d+)E", self.name)
-        assert match
-        return int(match[1])
+        return int(self._template[1])
+
+    @property
+    def stripes(self) -> int:
+        return int(self._template[2])
 
     @property
     def slot(self) -> str:
-        return "int64" if re.search(r"copy_kernelILi\d+El", self.name) else "int32"
+        return {"i": "int32", "l": "int64"}[self._template[3]]
+
+    @property
+    def _template(self) -> re.Match[str]:
+        match = re.search(r"copy_kernelILi(\d+)ELi(\d+)E([il])E", self.name)
+        assert match
+        return match
 
     def count(self, pattern: str) -> int:
         return sum(re.match(pattern, text) is not None for text in self.instructions)
 
 
-def disassemble(path: Path) -> str:
-    command = [str(tool("llvm-objdump")), "-d", "--no-show-raw-insn", "--no-leading-addr", str(path)]
+def objdump(arch: str) -> list[str]:
+    """LLVM 19's does not know gfx950, which has gfx942's instructions and more: those fail as unknown."""
+    return [str(tool("llvm-objdump")), *(["--mcpu=gfx942"] if arch == "gfx950" else [])]
+
+
+def disassemble(path: Path, arch: str) -> str:
+    command = [*objdump(arch), "-d", "--no-show-raw-insn", "--no-leading-addr", str(path)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def read_kernels(path: Path) -> list[Kernel]:
-    """All kernels of a code object in a file."""
+def read_kernels(path: Path, arch: str) -> list[Kernel]:
+    """All kernels of a code object for `arch` in a file."""
     listing: dict[str, list[str]] = {}
     name = ""
-    for line in disassemble(path).splitlines():
+    for line in disassemble(path, arch).splitlines():
         if match := re.match(r"<(\w+)>:", line.strip()):
             name = match[1]
             listing[name] = []
@@ -136,7 +149,7 @@ def compile_kernels(arch: str, target: Path, csrc: Path = CSRC) -> list[Kernel]:
     command += ["--cuda-device-only", "--no-gpu-bundle-output"]
     command += ["-c", str(csrc / "hip" / "copy_kernels.hip"), "-o", str(target)]
     subprocess.run(command, check=True, capture_output=True)
-    return read_kernels(target)
+    return read_kernels(target, arch)
 
 
 def with_fault(tmp_path: Path, file: str, right: str, wrong: str) -> Path:

@@ -118,13 +118,14 @@ def environment(
         executor: "host" for host-built bodies, or a GPU such as "gfx942", whose code is interpreted.
         settings: more variables.
     """
+    arch = "gfx942" if executor == "host" else executor
     variables = {
         "HIP_SIM_RUNTIME": str(runtime(sanitize)),
         "HIP_SIM_DEVICE": str(torch_device(key)),
         "HIP_SIM_KEY": key,
         "HIP_SIM_EXECUTOR": str(bodies(sanitize) if executor == "host" else interpreter()),
-        "HIP_SIM_ARCH": "gfx942" if executor == "host" else executor,
-        "HIP_SIM_OBJDUMP": str(hip_objects.tool("llvm-objdump")),
+        "HIP_SIM_ARCH": arch,
+        "HIP_SIM_OBJDUMP": " ".join(hip_objects.objdump(arch)),
         "OMP_NUM_THREADS": "1",  # small tensors: threads only get in their way
         "PYTHONPATH": os.pathsep.join([str(FOLDER), str(hip_objects.PACKAGE.parent)]),
     }

@@ -10,10 +10,10 @@ namespace hicache {
 
 __device__ ErrorLock error_lock;  // one in each device's copy of this module
 
-template <int kVectorBytes, typename Slot>
+template <int kVectorBytes, int kStripes, typename Slot>
 __global__ __attribute__((amdgpu_flat_work_group_size(kCopyThreads, kCopyThreads))) void copy_kernel(
     const CopyParams params) {
-  copy_rows<kVectorBytes, Slot>(HICACHE_PARAMETER(params));
+  copy_rows<kVectorBytes, kStripes, Slot>(HICACHE_PARAMETER(params));
 }
 
 __global__ __attribute__((amdgpu_flat_work_group_size(kSelectThreads, kSelectThreads))) void select_kernel(
@@ -36,22 +36,26 @@ hipError_t start(void (*kernel)(CopyParams), unsigned blocks, const CopyParams& 
 
 }  // namespace
 
-hipError_t start_copy(const CopyParams& params, int vector_bytes, unsigned blocks, hipStream_t stream) {
+hipError_t start_copy(const CopyParams& params, int vector_bytes, int stripes, unsigned blocks,
+                      hipStream_t stream) {
   const bool is_narrow = std::max(params.dst_slots, params.src_slots) <= std::numeric_limits<int32_t>::max();
   const auto choose = [&](auto narrow, auto wide) {
     return start(is_narrow ? narrow : wide, blocks, params, stream);
   };
+  if (stripes == kStripes)
+    return choose(copy_kernel<kStripedVectorBytes, kStripes, int32_t>,
+                  copy_kernel<kStripedVectorBytes, kStripes, int64_t>);
   switch (vector_bytes) {
     case 16:
-      return choose(copy_kernel<16, int32_t>, copy_kernel<16, int64_t>);
+      return choose(copy_kernel<16, 1, int32_t>, copy_kernel<16, 1, int64_t>);
     case 8:
-      return choose(copy_kernel<8, int32_t>, copy_kernel<8, int64_t>);
+      return choose(copy_kernel<8, 1, int32_t>, copy_kernel<8, 1, int64_t>);
     case 4:
-      return choose(copy_kernel<4, int32_t>, copy_kernel<4, int64_t>);
+      return choose(copy_kernel<4, 1, int32_t>, copy_kernel<4, 1, int64_t>);
     case 2:
-      return choose(copy_kernel<2, int32_t>, copy_kernel<2, int64_t>);
+      return choose(copy_kernel<2, 1, int32_t>, copy_kernel<2, 1, int64_t>);
     default:
-      return choose(copy_kernel<1, int32_t>, copy_kernel<1, int64_t>);
+      return choose(copy_kernel<1, 1, int32_t>, copy_kernel<1, 1, int64_t>);
   }
 }
 

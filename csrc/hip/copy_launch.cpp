@@ -9,11 +9,12 @@ namespace hicache {
 
 void launch_copy(CopyParams& params, const Box& box, int vector_bytes, int64_t max_blocks, bool /*follows*/,
                  hipStream_t stream) {
-  fill_box(params, box, vector_bytes);
-  constexpr int64_t kTileUnits = kCopyThreads * kUnitsPerThread;
-  const int64_t tiles = (params.num_units + kTileUnits - 1) / kTileUnits;
+  const int stripes = stripes_of(vector_bytes, box.chunk_bytes);
+  fill_box(params, box, vector_bytes, stripes);
+  const int64_t tile_units = kCopyThreads * (kUnitsPerThread / stripes);
+  const int64_t tiles = (params.num_units + tile_units - 1) / tile_units;
   const auto blocks = static_cast<unsigned>(std::min(tiles, max_blocks));
-  check_hip(start_copy(params, vector_bytes, blocks, stream), "launching the copy kernel");
+  check_hip(start_copy(params, vector_bytes, stripes, blocks, stream), "launching the copy kernel");
 }
 
 void select_skipped(const DeviceIndices& device_slots, int64_t first_entry, int64_t num_device_slots,

@@ -3,12 +3,13 @@
 // behind the loop (calls are dear here), and in that nothing waits for memory before all of a thread's indices
 // are on their way.
 //
-//   unit u = one vector of one chunk
+//   unit u = kStripes vectors of one chunk, a kStripes-th of the chunk apart
 //   u -> (vector, dimension 0, dimension 1, ...)     fastest first, in the host pool's address order
 //
-// A block takes tiles of kThreads * kUnitsPerThread consecutive units, so that neighbouring threads touch
-// neighbouring bytes and neighbouring blocks neighbouring tiles. A thread has kUnitsPerThread loads
-// in flight before its first store: the link's latency is what there is to hide.
+// A block takes tiles of kThreads * kUnits consecutive units, so that neighbouring threads touch
+// neighbouring bytes and neighbouring blocks neighbouring tiles. A thread has kUnits * kStripes loads in
+// flight, always kUnitsPerThread, before its first store: the link's latency is what there is to hide. To
+// find where a unit lies takes most of the instructions, so wide chunks have stripes (stripes_of).
 //
 // The including file supplies, from its vendor's runtime.h: Vector<kBytes>, load_vector, store_vector,
 // as_global, thread_index, block_index, grid_blocks, HICACHE_GLOBAL, HICACHE_RARE, let_next_launch_start,
@@ -131,45 +132,46 @@ __device__ inline uint32_t unit_of(uint32_t tile, int k) {
 }
 
 // All of a thread's units at once, so that each dimension is read once.
-template <int kVectorBytes>
-__device__ inline void locate(const CopyParams& params, uint32_t tile, UnitPlace (&place)[kUnitsPerThread]) {
-  uint32_t rest[kUnitsPerThread], plane[kUnitsPerThread], i[kUnitsPerThread];
-  int64_t dst_offset[kUnitsPerThread], src_offset[kUnitsPerThread];
+template <int kVectorBytes, int kUnits>
+__device__ inline void locate(const CopyParams& params, uint32_t tile, UnitPlace (&place)[kUnits]) {
+  uint32_t rest[kUnits], plane[kUnits], i[kUnits];
+  int64_t dst_offset[kUnits], src_offset[kUnits];
 #pragma unroll
-  for (int k = 0; k < kUnitsPerThread; ++k) {
+  for (int k = 0; k < kUnits; ++k) {
     const uint32_t u = unit_of(tile, k) < params.num_units ? unit_of(tile, k) : 0;
     rest[k] = divide(u, params.units_per_chunk);
     const uint32_t vector = u - rest[k] * params.units_per_chunk.size;
     dst_offset[k] = src_offset[k] = static_cast<int64_t>(vector) * kVectorBytes;
     plane[k] = place[k].entry = 0;
-    place[k].is_tail = params.tail_bytes != 0 && vector == params.units_per_chunk.size - 1;
+    place[k].is_tail =
+        kUnits == kUnitsPerThread && params.tail_bytes != 0 && vector == params.units_per_chunk.size - 1;
   }
   for (int d = 0; d < params.num_dims; ++d) {
     const CopyDim& dim = params.dims[d];
 #pragma unroll
-    for (int k = 0; k < kUnitsPerThread; ++k) {
+    for (int k = 0; k < kUnits; ++k) {
       const uint32_t next = divide(rest[k], dim.size);
       i[k] = rest[k] - next * dim.size.size;
       rest[k] = next;
     }
     if (d == params.entry_dim) {
 #pragma unroll
-      for (int k = 0; k < kUnitsPerThread; ++k)
+      for (int k = 0; k < kUnits; ++k)
         place[k].entry = i[k];
     } else if (d == params.plane_dim) {
 #pragma unroll
-      for (int k = 0; k < kUnitsPerThread; ++k)
+      for (int k = 0; k < kUnits; ++k)
         plane[k] = i[k];
     } else {
 #pragma unroll
-      for (int k = 0; k < kUnitsPerThread; ++k) {
+      for (int k = 0; k < kUnits; ++k) {
         dst_offset[k] += i[k] * dim.dst_stride_bytes;
         src_offset[k] += i[k] * dim.src_stride_bytes;
       }
     }
   }
 #pragma unroll
-  for (int k = 0; k < kUnitsPerThread; ++k) {
+  for (int k = 0; k < kUnits; ++k) {
     place[k].dst = params.planes[plane[k]].dst + dst_offset[k];
     place[k].src = params.planes[plane[k]].src + src_offset[k];
   }
@@ -197,30 +199,32 @@ using Held = std::conditional_t<(kBytes < 4), uint32_t, Vector<kBytes>>;
 // Four passes over a thread's units, so that each kind of access is in flight for all of them at once: their
 // places, their indices, their loads, their stores. `Slot` is int32_t where both pools' slot numbers fit: the
 // loop is short of registers.
-template <int kVectorBytes, typename Slot>
+template <int kVectorBytes, int kStripes, typename Slot>
 __device__ inline void copy_rows(const CopyParams& params) {
+  constexpr int kUnits = kUnitsPerThread / kStripes;
   const uint32_t count = read_count(params);
   const int64_t dst_slot_stride = params.dims[params.entry_dim].dst_stride_bytes;
   const int64_t src_slot_stride = params.dims[params.entry_dim].src_stride_bytes;
   const Slots dst = find_slots(params, params.dst_indices, 0);
   const Slots src = find_slots(params, params.src_indices, 1);
   uint32_t first_bad = kNoEntry;  // of this thread's entries; only the first of a call is kept anyway
-  constexpr uint32_t kTileUnits = kCopyThreads * kUnitsPerThread;
+  const int64_t stripe_bytes = static_cast<int64_t>(params.units_per_chunk.size) * kVectorBytes;
+  constexpr uint32_t kTileUnits = kCopyThreads * kUnits;
   for (uint32_t tile = block_index() * kTileUnits; tile < params.num_units;
        tile += grid_blocks() * kTileUnits) {
     if (tile + grid_blocks() * kTileUnits >= params.num_units)
       let_next_launch_start();
-    UnitPlace place[kUnitsPerThread];
-    StoredSlot dst_stored[kUnitsPerThread], src_stored[kUnitsPerThread];
-    Held<kVectorBytes> data[kUnitsPerThread];
+    UnitPlace place[kUnits];
+    StoredSlot dst_stored[kUnits], src_stored[kUnits];
+    Held<kVectorBytes> data[kUnits][kStripes];
     locate<kVectorBytes>(params, tile, place);
 #pragma unroll
-    for (int k = 0; k < kUnitsPerThread; ++k) {
+    for (int k = 0; k < kUnits; ++k) {
       dst_stored[k] = read_slot(dst, place[k].entry);
       src_stored[k] = read_slot(src, place[k].entry);
     }
 #pragma unroll
-    for (int k = 0; k < kUnitsPerThread; ++k) {
+    for (int k = 0; k < kUnits; ++k) {
       const bool moves = unit_of(tile, k) < params.num_units && place[k].entry < count;
       const Slot dst_slot = moves ? to_slot<Slot>(dst, dst_stored[k]) : -1;
       const Slot src_slot = moves ? to_slot<Slot>(src, src_stored[k]) : -1;
@@ -235,19 +239,28 @@ __device__ inline void copy_rows(const CopyParams& params) {
       place[k].src += src_slot * src_slot_stride;
     }
 #pragma unroll
-    for (int k = 0; k < kUnitsPerThread; ++k) {
-      data[k] = Held<kVectorBytes>{};
-      if (place[k].dst != nullptr && !place[k].is_tail)
-        data[k] = load_vector<kVectorBytes>(place[k].src);
+    for (int k = 0; k < kUnits; ++k) {
+#pragma unroll
+      for (int s = 0; s < kStripes; ++s)
+        data[k][s] = Held<kVectorBytes>{};
+      if (place[k].dst == nullptr || place[k].is_tail)
+        continue;
+#pragma unroll
+      for (int s = 0; s < kStripes; ++s)
+        data[k][s] = load_vector<kVectorBytes>(place[k].src + s * stripe_bytes);
     }
 #pragma unroll
-    for (int k = 0; k < kUnitsPerThread; ++k) {
+    for (int k = 0; k < kUnits; ++k) {
       if (place[k].dst == nullptr)
         continue;
-      if (place[k].is_tail)
+      if (place[k].is_tail) {
         copy_tail<kVectorBytes / 2>(place[k].dst, place[k].src, params.tail_bytes);
-      else
-        store_vector<kVectorBytes>(place[k].dst, static_cast<Vector<kVectorBytes>>(data[k]));
+        continue;
+      }
+#pragma unroll
+      for (int s = 0; s < kStripes; ++s)
+        store_vector<kVectorBytes>(place[k].dst + s * stripe_bytes,
+                                   static_cast<Vector<kVectorBytes>>(data[k][s]));
     }
   }
   if (first_bad != kNoEntry)

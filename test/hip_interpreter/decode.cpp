@@ -93,7 +93,7 @@ bool does_nothing(const std::string& mnemonic) {
   static const char* const kNames[] = {
       "s_nop",          "s_waitcnt",  "s_clause",    "s_delay_alu",        "s_sendmsg",
       "s_wait_",        "buffer_inv", "buffer_wbl2", "buffer_wbinvl1_vol", "buffer_gl0_inv",
-      "buffer_gl1_inv", "global_inv", "global_wb",   "s_waitcnt_"};
+      "buffer_gl1_inv", "global_inv", "global_wb",   "s_waitcnt_",         "s_set_inst_prefetch_distance"};
   for (const std::string name : kNames)
     if (mnemonic == name || (name.back() == '_' && mnemonic.rfind(name, 0) == 0) ||
         (name == "buffer_inv" && mnemonic == "buffer_invl2"))

@@ -64,6 +64,16 @@ void add_with_carry(Wave& w, const Instruction& i, bool has_carry_in) {
   });
   w.set_mask(i.operands[1].index, carries);
 }
+// A difference, its borrows into a mask. Operands `from` and `less`; no borrow comes in.
+void subtract_with_borrow(Wave& w, const Instruction& i, int from, int less) {
+  uint64_t borrows = 0;
+  for_each_lane(w, [&](int lane) {
+    const uint32_t a = w.read32(i, i.operands[from], lane), b = w.read32(i, i.operands[less], lane);
+    w.write32(i, i.operands[0], a - b, lane);
+    borrows |= uint64_t{a < b} << lane;
+  });
+  w.set_mask(i.operands[1].index, borrows);
+}
 void multiply_add(Wave& w, const Instruction& i) {
   uint64_t carries = 0;
   for_each_lane(w, [&](int lane) {
@@ -129,6 +139,8 @@ const std::map<std::string, Handler> kHandlers = {
                      lane))},
     {"v_add_co_u32", OP(add_with_carry(w, i, false))},
     {"v_addc_co_u32", OP(add_with_carry(w, i, true))},
+    {"v_sub_co_u32", OP(subtract_with_borrow(w, i, 2, 3))},
+    {"v_subrev_co_u32", OP(subtract_with_borrow(w, i, 3, 2))},
     {"v_mad_u64_u32", OP(multiply_add(w, i))},
     {"v_cndmask_b32", OP(conditional_move(w, i))},
     {"v_readfirstlane_b32", OP(read_first_lane(w, i))},
