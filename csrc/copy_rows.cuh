@@ -9,7 +9,7 @@
 // in flight before its first store: the link's latency is what there is to hide.
 //
 // The including file supplies, from its vendor's runtime.h: Vector<kBytes>, load_vector, store_vector,
-// let_next_launch_start, wait_for_previous_launch.
+// as_global, has_least_of_lockstep, let_next_launch_start, wait_for_previous_launch.
 #pragma once
 
 #include <cstdint>

@@ -295,9 +295,11 @@ def test_a_captured_wait_follows_the_loads_that_come_later(parts: Parts) -> None
             for to, plane in zip(out[layer], pool.planes(layer), strict=True):
                 to.copy_(plane)
     for host_slots, layers in ((H, "all"), (ints(1, 2, 3), None), (ints(4, 5, 6), [5])):
+        model.load(
+            host_slots, D, [5] if layers == [5] else LAYERS
+        )  # takes longer than the delay, at times
         delay(engine, "load")
         ticket = engine.load(host_slots, D, layers=layers)
-        model.load(host_slots, D, [5] if layers == [5] else LAYERS)
         graph.replay()
         assert not ticket.done()
         finish(model)

@@ -125,9 +125,9 @@ def test_registers_leave_room_for_whole_blocks(arch: str, kernels: list[Kernel])
     for kernel in kernels:
         waves = waves_per_simd(arch, kernel)
         print(
-            f"{arch} {kernel.vector_bytes} bytes, {kernel.stripes} stripes, {kernel.slot}: {kernel.notes['vgpr_count']} vector and "
-            f"{kernel.notes['sgpr_count']} scalar registers, {waves} waves a SIMD, "
-            f"{len(kernel.instructions)} instructions, all in all "
+            f"{arch} {kernel.vector_bytes} bytes, {kernel.stripes} stripes, {kernel.slot}: "
+            f"{kernel.notes['vgpr_count']} vector and {kernel.notes['sgpr_count']} scalar registers, "
+            f"{waves} waves a SIMD, {len(kernel.instructions)} instructions, all in all "
             f"{len(kernel.instructions) / (UNITS * kernel.vector_bytes):.1f} a byte of a lane's tile"
         )
         lanes = kernel.notes["wavefront_size"]

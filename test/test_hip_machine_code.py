@@ -170,7 +170,7 @@ MUTANTS = {
         "AssertionError|are not the GPU's",
     ),
     "all lanes want the lock": (
-        "hip/record_error.cuh",
+        "record_error.cuh",
         "if (!has_least_of_lockstep(position))",
         "if (false)",
         BAD,

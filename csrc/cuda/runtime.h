@@ -143,6 +143,28 @@ __device__ inline void store_vector(char* address, Vector<kBytes> value) {
   __stcs(reinterpret_cast<Vector<kBytes>*>(address), value);
 }
 
+// A pointer into global memory needs no other type here.
+template <typename T>
+__device__ inline T* as_global(T* address) {
+  return address;
+}
+
+// Of the threads of a warp that call this together, the one with the least value.
+__device__ inline bool has_least_of_lockstep(int64_t value) {
+  const uint32_t lanes = __activemask();
+  int64_t least = INT64_MAX;
+  uint32_t least_lane = 0;
+  for (uint32_t left = lanes; left != 0; left &= left - 1) {
+    const uint32_t lane = __ffs(left) - 1;
+    const int64_t other = __shfl_sync(lanes, value, lane);
+    if (other < least) {
+      least = other;
+      least_lane = lane;
+    }
+  }
+  return least_lane == threadIdx.x % warpSize;
+}
+
 // Launches of one call are independent of each other: the next may fill the SMs that this one's last tiles
 // leave idle. It waits for this one before it ends, so that work behind the call finds all of it done.
 __device__ inline void let_next_launch_start() {

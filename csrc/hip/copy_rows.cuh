@@ -20,7 +20,7 @@
 #include <type_traits>
 
 #include "../copy_params.h"
-#include "record_error.cuh"
+#include "../record_error.cuh"
 
 namespace hicache {
 

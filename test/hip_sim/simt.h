@@ -63,8 +63,19 @@ HIP_SIM_DEVICE uint32_t __builtin_amdgcn_workgroup_id_x() {
 #define __hip_atomic_exchange(address, value, order, scope) __atomic_exchange_n(address, value, order)
 #endif
 #define __HIP_MEMORY_SCOPE_AGENT 4
+#ifdef __CUDACC__
+// A warp's lanes that are here together are a wavefront's active ones.
+#define __builtin_amdgcn_read_exec() \
+  uint64_t {                         \
+    __activemask()                   \
+  }
+#define __builtin_amdgcn_readlane(value, lane) __shfl_sync(__activemask(), value, lane)
+#define __builtin_amdgcn_mbcnt_lo(mask, value) (threadIdx.x % 32)
+#define __builtin_amdgcn_mbcnt_hi(mask, value) (value)
+#else
 // Each thread is a wavefront of its own.
 #define __builtin_amdgcn_read_exec() uint64_t{1}
 #define __builtin_amdgcn_readlane(value, lane) ((void)(lane), (value))
 #define __builtin_amdgcn_mbcnt_lo(mask, value) (value)
 #define __builtin_amdgcn_mbcnt_hi(mask, value) (value)
+#endif
