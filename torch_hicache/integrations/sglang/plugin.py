@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hicache.integrations.sglang.addresses import keep_with, transfer_kv, version_of
+from torch_hicache.integrations.sglang.addresses import keep_with, version_of
+from torch_hicache.integrations.sglang.calls import transfer_kv
 from torch_hicache.integrations.sglang.jit import missing_backend
 from torch_hicache.integrations.sglang.pages import page_indices
 
