@@ -160,7 +160,10 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
 
     Writes past torch or through `.data` do not show; inference tensors have no counter at all.
     """
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor.data_ptr(), tensor._version
+    except RuntimeError:  # an inference tensor; to ask first costs more
+        return tensor.data_ptr(), 0
 
 
 def _version_of_table(table: Tensor) -> object:
