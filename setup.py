@@ -37,7 +37,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
-SHARED_SOURCES = ["transfer_kv.cpp", "slot_runs.cpp", "plan.cpp"]
+SHARED_SOURCES = ["transfer_kv.cpp", "slot_runs.cpp", "plan.cpp", "known_calls.cpp"]
 SOURCES = {
     "cpu": ["ops.cpp", *SHARED_SOURCES, "cpu/transfer_kv.cpp"],
     "cuda": [

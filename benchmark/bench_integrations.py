@@ -193,7 +193,7 @@ def bench_sglang_pools() -> Results:
         load()
         planes = plugin.planes_of(pools.host, io_backend)
         assert planes is not None
-        dst, src = planes.layer(1) or ([], [])
+        dst, src = planes.layers[1]
         indices = tokens if layout == "page_first" else tokens[::POOL_PAGE] // POOL_PAGE
         results.append(
             compare(

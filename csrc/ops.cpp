@@ -32,6 +32,15 @@ STABLE_TORCH_LIBRARY(hicache, m) {
   // What `auto` decides by on this tensor's device, in the order of MethodTable in plan.h.
   m.def("set_method_table(Tensor on_device, int[] values) -> ()");
 
+  // transfer_kv for the tensors of an integration's call, once keep_call has said which planes they are: see
+  // known_calls.h. False where it has not: then Python works the planes out, and says what is wrong with them.
+  m.def(
+      "transfer_known(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, int form, "
+      "int max_blocks) -> bool");
+  m.def(
+      "keep_call(Tensor[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, int form, "
+      "Tensor[] dst_planes, Tensor[] src_planes, int slot_dim, int page_size) -> ()");
+
   // Records of bad indices apart from the device's own: while a thread uses one, its calls report there.
   m.def("new_error_record(Tensor on_device) -> int");
   m.def("use_error_record(Tensor on_device, int record) -> ()");    // 0: the device's own again
@@ -74,13 +83,29 @@ std::string refuse_to_explain(const std::vector<Tensor>& dst, const std::vector<
   return "";
 }
 
+// Of tensors that are no plain memory, and on a device without a backend, nothing is known.
+bool transfer_unknown(const std::vector<Tensor>&, const std::vector<Tensor>&, const Tensor&, const Tensor&,
+                      int64_t, int64_t) {
+  return false;
+}
+
+void keep_nothing(const std::vector<Tensor>&, const std::vector<Tensor>&, const Tensor&, const Tensor&, int64_t,
+                  const std::vector<Tensor>&, const std::vector<Tensor>&, int64_t, int64_t) {}
+
 }  // namespace
 }  // namespace hicache
+
+STABLE_TORCH_LIBRARY_IMPL(hicache, CompositeExplicitAutograd, m) {
+  m.impl("transfer_known", TORCH_BOX(&hicache::transfer_unknown));
+  m.impl("keep_call", TORCH_BOX(&hicache::keep_nothing));
+}
 
 #define HICACHE_REFUSE(key, reason)                                             \
   STABLE_TORCH_LIBRARY_IMPL(hicache, key, m) {                                  \
     m.impl("transfer_kv", TORCH_BOX(&hicache::refuse<hicache::reason>));        \
     m.impl("explain", TORCH_BOX(&hicache::refuse_to_explain<hicache::reason>)); \
+    m.impl("transfer_known", TORCH_BOX(&hicache::transfer_unknown));            \
+    m.impl("keep_call", TORCH_BOX(&hicache::keep_nothing));                     \
   }
 HICACHE_REFUSE(SparseCPU, kSparse)
 HICACHE_REFUSE(SparseCUDA, kSparse)

@@ -55,6 +55,12 @@ def test_the_suite_of_the_op(file: str) -> None:
     assert " passed" in done.stdout
 
 
+def test_known_calls_of_the_sglang_functions() -> None:
+    done = hip_simulator.run_suite(["test_sglang_known_calls.py"], hip_simulator.environment(), "hipsim")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout
+
+
 def test_a_load_and_a_store() -> None:
     passes("""
         load()

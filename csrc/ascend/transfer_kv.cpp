@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 
+#include "../known_calls.h"
 #include "../plan.h"
 #include "../text.h"
 #include "backend.h"
@@ -126,6 +127,8 @@ void set_method_table_ascend(const Tensor& on_device, const std::vector<int64_t>
 // All of the backend. torch_hicache/_backends.py loads the library only where torch_npu owns the key.
 STABLE_TORCH_LIBRARY_IMPL(hicache, PrivateUse1, m) {
   m.impl("transfer_kv", TORCH_BOX(&hicache::transfer_kv_ascend));
+  m.impl("transfer_known", TORCH_BOX(&hicache::transfer_known<hicache::transfer_kv_ascend>));
+  m.impl("keep_call", TORCH_BOX(&hicache::keep_call));
   m.impl("explain", TORCH_BOX(&hicache::explain_ascend));
   m.impl("set_method_table", TORCH_BOX(&hicache::set_method_table_ascend));
   m.impl("check_errors", TORCH_BOX(&hicache::check_errors_ascend));

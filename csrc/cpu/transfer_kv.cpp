@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../known_calls.h"
 #include "../plan.h"
 #include "../transfer_kv.h"
 
@@ -188,6 +189,8 @@ void check_errors_cpu(const Tensor&) {}  // bad indices on the CPU were raised b
 
 STABLE_TORCH_LIBRARY_IMPL(hicache, CPU, m) {
   m.impl("transfer_kv", TORCH_BOX(&hicache::transfer_kv_cpu));
+  m.impl("transfer_known", TORCH_BOX(&hicache::transfer_known<hicache::transfer_kv_cpu>));
+  m.impl("keep_call", TORCH_BOX(&hicache::keep_call));
   m.impl("check_errors", TORCH_BOX(&hicache::check_errors_cpu));
   m.impl("explain", TORCH_BOX(&hicache::explain_cpu));
   m.impl("set_method_table", TORCH_BOX(&hicache::set_method_table_cpu));

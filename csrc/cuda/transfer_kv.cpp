@@ -7,6 +7,7 @@
 #include "../copy_launches.h"
 #include "../device_state.h"
 #include "../entries.h"
+#include "../known_calls.h"
 #include "../plan.h"
 #include "../transfer_kv.h"
 #include "copy_engine.h"
@@ -145,5 +146,7 @@ std::string explain_cuda(const std::vector<Tensor>& dst, const std::vector<Tenso
 
 STABLE_TORCH_LIBRARY_IMPL(hicache, CUDA, m) {
   m.impl("transfer_kv", TORCH_BOX(&hicache::transfer_kv_cuda));
+  m.impl("transfer_known", TORCH_BOX(&hicache::transfer_known<hicache::transfer_kv_cuda>));
+  m.impl("keep_call", TORCH_BOX(&hicache::keep_call));
   m.impl("explain", TORCH_BOX(&hicache::explain_cuda));
 }

@@ -20,7 +20,7 @@ import torch
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
-SOURCES = ["transfer_kv.cpp", "slot_runs.cpp", "plan.cpp"]
+SOURCES = ["transfer_kv.cpp", "slot_runs.cpp", "plan.cpp", "known_calls.cpp"]
 HIP_SOURCES = [
     "transfer_kv.cpp",
     "copy_launch.cpp",

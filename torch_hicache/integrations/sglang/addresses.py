@@ -1,11 +1,9 @@
 """Raw addresses and tables of them, made into tensors that transfer_kv takes: the only place that does.
 
 A tensor made here describes bytes at an address and owns nothing. It serves only calls to which the
-caller passed that memory (or a table of its addresses): what is kept of memory that is gone is never used
-again, since address, size and strides of the caller's tensor are its key.
+caller passed that memory (or a table of its addresses): see calls.py.
 """
 
-import atexit
 import itertools
 import weakref
 from bisect import bisect_right
@@ -18,11 +16,10 @@ from torch import Tensor
 
 from torch_hicache.dlpack import tensor_at
 
-transfer_kv = torch.ops.hicache.transfer_kv.default
+Side = Sequence[Tensor]
 
 _END_OF_ADDRESSES = 1 << 56  # of user space, the largest there is on x86-64 and AArch64
 _STRIDED = torch.strided
-_MOST_CALLS = 4096  # kept; a pool of 128 layers needs a few hundred
 
 
 def bad(text: str) -> ValueError:
@@ -50,42 +47,6 @@ class Call:
     slot_dim: int
 
 
-_calls: dict[tuple[Any, ...], Call] = {}
-atexit.register(_calls.clear)  # while the interpreter can still run what frees a plane
-
-
-known_call = _calls.get
-
-
-def run(call: Call, dst_indices: Tensor, src_indices: Tensor, block_quota: int | None = None) -> None:
-    """transfer_kv, of which a kernel takes `block_quota` blocks at most."""
-    if block_quota is None:
-        if call.slot_dim:  # each argument by name costs half a microsecond
-            transfer_kv(call.dst, call.src, dst_indices, src_indices, slot_dim=call.slot_dim)
-        else:
-            transfer_kv(call.dst, call.src, dst_indices, src_indices)
-        return
-    if block_quota < 1:
-        raise bad(f"block_quota must be 1 or more, got {block_quota}.")
-    if block_quota >= 1 << 63:
-        raise bad(f"block_quota must be less than 2**63, got {block_quota}.")
-    transfer_kv(
-        call.dst,
-        call.src,
-        dst_indices,
-        src_indices,
-        slot_dim=call.slot_dim,
-        max_blocks=block_quota,
-    )
-
-
-def remember(key: tuple[Any, ...], call: Call) -> Call:
-    if len(_calls) >= _MOST_CALLS:
-        _calls.clear()
-    _calls[key] = call
-    return call
-
-
 def check_tensor(tensor: Tensor, name: str, *, writes: bool = False) -> None:
     """Refuse what transfer_kv refuses: an address no longer shows it.
 
@@ -103,24 +64,6 @@ def check_tensor(tensor: Tensor, name: str, *, writes: bool = False) -> None:
         raise bad(f"{name} must not require grad, got one that does; use torch.no_grad() or detach it.")
     if not tensor.dim():
         raise bad(f"{name} must have a dimension of tokens or pages, got a scalar.")
-
-
-def identity(tensor: Tensor, name: str, *, writes: bool = False) -> tuple[Any, ...]:
-    """All that a plane of this tensor depends on, of a tensor that check_tensor takes."""
-    if (  # all that it refuses: to ask here costs half of a call
-        tensor.layout is not _STRIDED
-        or tensor.is_nested
-        or tensor.is_conj()
-        or tensor.is_neg()
-        or (writes and tensor.requires_grad)
-    ):
-        check_tensor(tensor, name, writes=writes)
-    # The number of the device, -1 for the CPU: no two kinds of accelerators give the same address.
-    if tensor.is_contiguous():
-        if not tensor.dim():
-            check_tensor(tensor, name, writes=writes)
-        return tensor.data_ptr(), tensor.nbytes, tensor.get_device()
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
 # --- Planes -------------------------------------------------------------------------------------
@@ -217,7 +160,10 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
 
     Writes past torch or through `.data` do not show; inference tensors have no counter at all.
     """
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor.data_ptr(), tensor._version
+    except RuntimeError:  # an inference tensor; to ask first costs more
+        return tensor.data_ptr(), 0
 
 
 def _version_of_table(table: Tensor) -> object:

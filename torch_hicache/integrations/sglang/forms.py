@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_hicache.integrations.sglang.addresses import (
     Call,
     Plane,
+    Side,
     bad,
     call_of,
     read_table,
@@ -18,8 +19,6 @@ from torch_hicache.integrations.sglang.addresses import (
     token_rows,
 )
 from torch_hicache.integrations.sglang.pages import check_page_size
-
-Side = Sequence[Tensor]
 
 
 def names_of(side: Side, name: str, suffix: str = "") -> list[str]:

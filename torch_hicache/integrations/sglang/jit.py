@@ -15,14 +15,12 @@ from torch import Tensor
 from torch_hicache._backends import backends
 from torch_hicache.integrations.sglang import forms
 from torch_hicache.integrations.sglang.addresses import (
+    Side,
     bad,
     check_tensor,
-    identity,
-    known_call,
     read_table,
-    remember,
-    run,
 )
+from torch_hicache.integrations.sglang.calls import run, run_known
 from torch_hicache.integrations.sglang.pages import (
     check_page_size,
     check_whole_pages,
@@ -86,6 +84,15 @@ def _row_bytes(element_dim: int | None, cache: Tensor) -> int:
     return (cache.shape[-1] if element_dim is None else element_dim) * cache.element_size()
 
 
+def _check_sides(
+    dst: Side, dst_names: Sequence[str], src: Side = (), src_names: Sequence[str] = ()
+) -> None:
+    for tensor, name in zip(src, src_names, strict=True):
+        check_tensor(tensor, name)
+    for tensor, name in zip(dst, dst_names, strict=True):
+        check_tensor(tensor, name, writes=True)
+
+
 # --- One layer ----------------------------------------------------------------------------------
 
 
@@ -104,19 +111,12 @@ def transfer_hicache_one_layer(
 ) -> None:
     """K and V rows of `element_dim` elements (without it: of the last dimension)."""
     _check_hints(unroll, page_size)
-    key = (
-        1,
-        *identity(k_cache_src, "k_cache_src"),
-        *identity(k_cache_dst, "k_cache_dst", writes=True),
-        *identity(v_cache_src, "v_cache_src"),
-        *identity(v_cache_dst, "v_cache_dst", writes=True),
-        _row_bytes(element_dim, k_cache_dst),
-    )
-    call = known_call(key)
-    if call is None:
-        sides = (k_cache_dst, v_cache_dst), (k_cache_src, v_cache_src)
-        call = remember(key, forms.one_layer(*sides, _row_bytes(element_dim, k_cache_dst)))
-    run(call, indices_dst, indices_src, block_quota)
+    form = 31, element_dim
+    sides = (k_cache_dst, v_cache_dst), (k_cache_src, v_cache_src)
+    if not run_known(form, *sides, indices_dst, indices_src, block_quota):
+        _check_sides(sides[0], ("k_cache_dst", "v_cache_dst"), sides[1], ("k_cache_src", "v_cache_src"))
+        call = forms.one_layer(*sides, _row_bytes(element_dim, k_cache_dst))
+        run(form, call, *sides, indices_dst, indices_src, block_quota)
 
 
 def transfer_hicache_one_layer_mla(
@@ -132,17 +132,12 @@ def transfer_hicache_one_layer_mla(
 ) -> None:
     """Rows of one tensor."""
     _check_hints(unroll, page_size)
-    key = (
-        2,
-        *identity(cache_src, "cache_src"),
-        *identity(cache_dst, "cache_dst", writes=True),
-        _row_bytes(element_dim, cache_dst),
-    )
-    call = known_call(key)
-    if call is None:
-        sides = (cache_dst,), (cache_src,)
-        call = remember(key, forms.one_layer(*sides, _row_bytes(element_dim, cache_dst)))
-    run(call, indices_dst, indices_src, block_quota)
+    form = 32, element_dim
+    sides = (cache_dst,), (cache_src,)
+    if not run_known(form, *sides, indices_dst, indices_src, block_quota):
+        _check_sides(sides[0], ("cache_dst",), sides[1], ("cache_src",))
+        call = forms.one_layer(*sides, _row_bytes(element_dim, cache_dst))
+        run(form, call, *sides, indices_dst, indices_src, block_quota)
 
 
 # --- All layers, tables on both sides -------------------------------------------------------------
@@ -180,12 +175,11 @@ def transfer_hicache_all_layer(
     sizes = _element_size(element_size, *strides), *strides
     dst = read_table(k_ptr_dst, "dst_k_layers"), read_table(v_ptr_dst, "dst_v_layers")
     src = read_table(k_ptr_src, "src_k_layers"), read_table(v_ptr_src, "src_v_layers")
-    key = (21, *sizes, *dst, *src)
-    call = known_call(key)
-    if call is None:
-        sides = (k_ptr_dst, v_ptr_dst), (k_ptr_src, v_ptr_src)
-        call = remember(key, forms.all_layers(*sides, len(k_ptr_dst), *sizes))
-    run(call, indices_dst, indices_src, block_quota)
+    form = 21, *sizes, *dst, *src
+    sides = (k_ptr_dst, v_ptr_dst), (k_ptr_src, v_ptr_src)
+    if not run_known(form, *sides, indices_dst, indices_src, block_quota):
+        call = forms.all_layers(*sides, len(k_ptr_dst), *sizes)
+        run(form, call, *sides, indices_dst, indices_src, block_quota)
 
 
 def transfer_hicache_all_layer_mla(
@@ -205,11 +199,11 @@ def transfer_hicache_all_layer_mla(
     _check_hints(unroll, page_size)
     strides = cache_dst_stride_bytes, cache_src_stride_bytes
     sizes = _element_size(element_size, *strides), *strides
-    key = (22, *sizes, read_table(ptr_dst, "dst_layers"), read_table(ptr_src, "src_layers"))
-    call = known_call(key)
-    if call is None:
-        call = remember(key, forms.all_layers((ptr_dst,), (ptr_src,), len(ptr_dst), *sizes))
-    run(call, indices_dst, indices_src, block_quota)
+    form = 22, *sizes, read_table(ptr_dst, "dst_layers"), read_table(ptr_src, "src_layers")
+    sides = (ptr_dst,), (ptr_src,)
+    if not run_known(form, *sides, indices_dst, indices_src, block_quota):
+        call = forms.all_layers(*sides, len(ptr_dst), *sizes)
+        run(form, call, *sides, indices_dst, indices_src, block_quota)
 
 
 # --- All layers, staged into page_first -----------------------------------------------------------
@@ -242,17 +236,10 @@ def transfer_hicache_all_layer_staged_lf_pf(
     _check_hints(unroll, page_size)
     check_whole_pages(src_indices, page_size, "src_indices")
     tables = read_table(k_ptr_src, "src_k_layers"), read_table(v_ptr_src, "src_v_layers")
-    key = (
-        23,
-        element_size,
-        dst_k.shape,
-        dst_v.shape,
-        *tables,
-        *identity(dst_k, "dst_k", writes=True),
-        *identity(dst_v, "dst_v", writes=True),
-    )
-    call = known_call(key)
-    if call is None:
+    form = 23, element_size, *tables
+    sides = (dst_k, dst_v), (k_ptr_src, v_ptr_src)
+    if not run_known(form, *sides, dst_indices, src_indices, block_quota):
+        _check_sides(sides[0], ("dst_k", "dst_v"))
         layers, row_bytes = _layers_and_row(dst_k, "dst_k")
         v_layers, v_row_bytes = _layers_and_row(dst_v, "dst_v")
         if layers != v_layers:
@@ -262,8 +249,7 @@ def transfer_hicache_all_layer_staged_lf_pf(
             forms.all_layers_to_page_first((dst,), (table,), layers, row, row * layers)
             for dst, table, row in ((dst_k, k_ptr_src, row_bytes), (dst_v, v_ptr_src, v_row_bytes))
         ]
-        call = remember(key, forms.both(*halves))
-    run(call, dst_indices, src_indices, block_quota)
+        run(form, forms.both(*halves), *sides, dst_indices, src_indices, block_quota)
 
 
 def transfer_hicache_all_layer_mla_staged_lf_pf(
@@ -282,21 +268,14 @@ def transfer_hicache_all_layer_mla_staged_lf_pf(
     del staging
     _check_hints(unroll, page_size)
     check_whole_pages(src_indices, page_size, "src_indices")
-    key = (
-        24,
-        element_size,
-        dst.shape,
-        read_table(ptr_src, "src_layers"),
-        *identity(dst, "dst", writes=True),
-    )
-    call = known_call(key)
-    if call is None:
+    form = 24, element_size, read_table(ptr_src, "src_layers")
+    sides = (dst,), (ptr_src,)
+    if not run_known(form, *sides, dst_indices, src_indices, block_quota):
+        _check_sides(sides[0], ("dst",))
         layers, row_bytes = _layers_and_row(dst, "dst")
         _check_element(element_size, row_bytes)
-        sides = (dst,), (ptr_src,)
         call = forms.all_layers_to_page_first(*sides, layers, row_bytes, row_bytes * layers)
-        remember(key, call)
-    run(call, dst_indices, src_indices, block_quota)
+        run(form, call, *sides, dst_indices, src_indices, block_quota)
 
 
 def _check_element(element_size: int | None, row_bytes: int) -> None:
@@ -354,7 +333,7 @@ def transfer_hicache_one_layer_mla_page_unified_lf(
 
 
 def _load_page_unified(
-    dst: forms.Side,
+    dst: Side,
     names: Sequence[str],
     src: Tensor,
     src_indices: Tensor,
@@ -364,12 +343,7 @@ def _load_page_unified(
 ) -> None:
     if 0 in src.shape[1:]:
         raise bad(f"src must have no dimension of 0 but its pages, got {list(src.shape)}.")
-    key: tuple[object, ...] = (25, layer_id, src.shape, *identity(src, "src"))
-    for each, name in zip(dst, names, strict=True):
-        key += identity(each, name, writes=True)
-    call = known_call(key)
-    if call is None:
-        call = remember(key, forms.one_layer_of_page_unified(dst, src, layer_id))
+    _check_sides(dst, names, (src,), ("src",))
     # Rows of one page's tokens are neighbours, those of the next page lie behind all other rows of this
     # page. Padding stays -1; what is out of range on a device stays so.
     page_size = src.shape[4]
@@ -378,7 +352,10 @@ def _load_page_unified(
     src_rows = torch.add(
         src_indices, src_indices.div(page_size, rounding_mode="trunc"), alpha=rows_skipped
     )
-    run(call, dst_indices, src_rows, block_quota)
+    form = 25, layer_id
+    if not run_known(form, dst, (src,), dst_indices, src_rows, block_quota):
+        call = forms.one_layer_of_page_unified(dst, src, layer_id)
+        run(form, call, dst, (src,), dst_indices, src_rows, block_quota)
 
 
 def transfer_hicache_all_layer_staged_lf_page_unified(
@@ -410,11 +387,10 @@ def transfer_hicache_all_layer_mla_staged_lf_page_unified(
     _store_page_unified(dst[:, None, :, None, :, None], (ptr_src,), dst_pages, src_pages)
 
 
-def _store_page_unified(dst: Tensor, src: forms.Side, dst_pages: Tensor, src_pages: Tensor) -> None:
+def _store_page_unified(dst: Tensor, src: Side, dst_pages: Tensor, src_pages: Tensor) -> None:
     names = forms.names_of(src, "src", "_layers")
     tables = [read_table(table, name) for table, name in zip(src, names, strict=True)]
-    key = (26, dst.shape, *identity(dst, "dst", writes=True), *tables)
-    call = known_call(key)
-    if call is None:
-        call = remember(key, forms.all_layers_to_page_unified(dst, src))
-    run(call, dst_pages, src_pages)
+    form = 26, *tables
+    if not run_known(form, (dst,), src, dst_pages, src_pages):
+        _check_sides((dst,), ("dst",))
+        run(form, forms.all_layers_to_page_unified(dst, src), (dst,), src, dst_pages, src_pages)

@@ -17,28 +17,43 @@ does not say how long its planes are; indices are checked against the most that 
 All raise ValueError, before a byte moves, for sizes, layouts, tables or layers that can't be.
 """
 
-import functools
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from torch_hicache.integrations.sglang import forms
 from torch_hicache.integrations.sglang.addresses import (
-    Call,
+    Side,
     bad,
-    identity,
-    known_call,
+    check_tensor,
     read_table,
-    remember,
-    run,
-    transfer_kv,
 )
+from torch_hicache.integrations.sglang.calls import run, run_known, transfer_kv
 from torch_hicache.integrations.sglang.pages import check_page_size, check_whole_pages, page_indices
 
 
 def _check_warps(num_warps_per_block: int | None) -> None:
     if num_warps_per_block is not None and num_warps_per_block < 1:
         raise bad(f"num_warps_per_block must be 1 or more, got {num_warps_per_block}.")
+
+
+def _check_dst(dst: Side) -> None:
+    for tensor, name in zip(dst, forms.names_of(dst, "dst"), strict=True):
+        check_tensor(tensor, name, writes=True)
+
+
+def _check_sides(dst: Side, src: Side) -> None:
+    for tensor, name in zip(src, forms.names_of(src, "src"), strict=True):
+        check_tensor(tensor, name)
+    _check_dst(dst)
+
+
+def _slots(dst_indices: Tensor, src_indices: Tensor, page_size: int) -> tuple[tuple[Tensor, Tensor], int]:
+    """What to pass as indices, and how many of them are one page to the call; 0 if they are pages."""
+    if dst_indices.is_cpu and src_indices.is_cpu:
+        return (dst_indices, src_indices), page_size
+    pages = page_indices(dst_indices, page_size, "dst_indices")
+    return (pages, page_indices(src_indices, page_size, "src_indices")), 0
 
 
 # --- Kernels of one layer -------------------------------------------------------------------------
@@ -57,18 +72,12 @@ def transfer_kv_per_layer(
 ) -> None:
     """K and V rows of one layer."""
     _check_warps(num_warps_per_block)
-    key = (
-        1,
-        item_size,
-        *identity(src_k, "src_k"),
-        *identity(dst_k, "dst_k", writes=True),
-        *identity(src_v, "src_v"),
-        *identity(dst_v, "dst_v", writes=True),
-    )
-    call = known_call(key)
-    if call is None:
-        call = remember(key, forms.one_layer((dst_k, dst_v), (src_k, src_v), item_size))
-    run(call, dst_indices, src_indices, block_quota)
+    form = 1, item_size
+    sides = (dst_k, dst_v), (src_k, src_v)
+    if not run_known(form, *sides, dst_indices, src_indices, block_quota):
+        _check_sides(*sides)
+        call = forms.one_layer(*sides, item_size)
+        run(form, call, *sides, dst_indices, src_indices, block_quota)
 
 
 def transfer_kv_per_layer_mla(
@@ -82,11 +91,12 @@ def transfer_kv_per_layer_mla(
 ) -> None:
     """Rows of one tensor."""
     _check_warps(num_warps_per_block)
-    key = (2, item_size, *identity(src, "src"), *identity(dst, "dst", writes=True))
-    call = known_call(key)
-    if call is None:
-        call = remember(key, forms.one_layer((dst,), (src,), item_size))
-    run(call, dst_indices, src_indices, block_quota)
+    form = 2, item_size
+    sides = (dst,), (src,)
+    if not run_known(form, *sides, dst_indices, src_indices, block_quota):
+        _check_sides(*sides)
+        call = forms.one_layer(*sides, item_size)
+        run(form, call, *sides, dst_indices, src_indices, block_quota)
 
 
 def transfer_kv_per_layer_pf_lf(
@@ -105,18 +115,12 @@ def transfer_kv_per_layer_pf_lf(
     """One layer out of a page_first pool, `[tokens, layers, ...]`."""
     _check_warps(num_warps_per_block)
     sizes = layer_id, item_size, src_layout_dim
-    key = (
-        3,
-        *sizes,
-        *identity(src_k, "src_k"),
-        *identity(dst_k, "dst_k", writes=True),
-        *identity(src_v, "src_v"),
-        *identity(dst_v, "dst_v", writes=True),
-    )
-    call = known_call(key)
-    if call is None:
-        call = remember(key, forms.one_layer_of_page_first((dst_k, dst_v), (src_k, src_v), *sizes))
-    run(call, dst_indices, src_indices, block_quota)
+    form = 3, *sizes
+    sides = (dst_k, dst_v), (src_k, src_v)
+    if not run_known(form, *sides, dst_indices, src_indices, block_quota):
+        _check_sides(*sides)
+        call = forms.one_layer_of_page_first(*sides, *sizes)
+        run(form, call, *sides, dst_indices, src_indices, block_quota)
 
 
 def transfer_kv_per_layer_mla_pf_lf(
@@ -133,11 +137,12 @@ def transfer_kv_per_layer_mla_pf_lf(
     """One layer out of a page_first pool of one tensor."""
     _check_warps(num_warps_per_block)
     sizes = layer_id, item_size, src_layout_dim
-    key = (4, *sizes, *identity(src, "src"), *identity(dst, "dst", writes=True))
-    call = known_call(key)
-    if call is None:
-        call = remember(key, forms.one_layer_of_page_first((dst,), (src,), *sizes))
-    run(call, dst_indices, src_indices, block_quota)
+    form = 4, *sizes
+    sides = (dst,), (src,)
+    if not run_known(form, *sides, dst_indices, src_indices, block_quota):
+        _check_sides(*sides)
+        call = forms.one_layer_of_page_first(*sides, *sizes)
+        run(form, call, *sides, dst_indices, src_indices, block_quota)
 
 
 def transfer_kv_per_layer_ph_lf(
@@ -158,19 +163,13 @@ def transfer_kv_per_layer_ph_lf(
     """One layer out of a page_head pool, `[pages, heads, page_size, layers, ...]`."""
     _check_warps(num_warps_per_block)
     sizes = layer_id, item_size, src_layout_dim, page_size, head_num
-    key = (
-        5,
-        *sizes,
-        *identity(src_k, "src_k"),
-        *identity(dst_k, "dst_k", writes=True),
-        *identity(src_v, "src_v"),
-        *identity(dst_v, "dst_v", writes=True),
-    )
-    call = known_call(key)
-    if call is None:
-        call = remember(key, forms.one_layer_of_page_head((dst_k, dst_v), (src_k, src_v), *sizes))
-    dst_pages = page_indices(dst_indices, page_size, "dst_indices")
-    run(call, dst_pages, page_indices(src_indices, page_size, "src_indices"), block_quota)
+    indices, tokens = _slots(dst_indices, src_indices, page_size)
+    form = 5, tokens, *sizes
+    sides = (dst_k, dst_v), (src_k, src_v)
+    if not run_known(form, *sides, *indices, block_quota):
+        _check_sides(*sides)
+        call = forms.one_layer_of_page_head(*sides, *sizes)
+        run(form, call, *sides, *indices, block_quota, page_size=tokens)
 
 
 # --- Kernels of all layers ------------------------------------------------------------------------
@@ -192,12 +191,11 @@ def transfer_kv_all_layer(
     _check_warps(num_warps_per_block)
     src = read_table(src_k_layers, "src_k_layers"), read_table(src_v_layers, "src_v_layers")
     dst = read_table(dst_k_layers, "dst_k_layers"), read_table(dst_v_layers, "dst_v_layers")
-    key = (6, item_size, num_layers, *src, *dst)
-    call = known_call(key)
-    if call is None:
-        sides = (dst_k_layers, dst_v_layers), (src_k_layers, src_v_layers)
-        call = remember(key, forms.all_layers(*sides, num_layers, item_size, item_size, item_size))
-    run(call, dst_indices, src_indices, block_quota)
+    form = 6, item_size, num_layers, *src, *dst
+    sides = (dst_k_layers, dst_v_layers), (src_k_layers, src_v_layers)
+    if not run_known(form, *sides, dst_indices, src_indices, block_quota):
+        call = forms.all_layers(*sides, num_layers, item_size, item_size, item_size)
+        run(form, call, *sides, dst_indices, src_indices, block_quota)
 
 
 def transfer_kv_all_layer_mla(
@@ -213,12 +211,11 @@ def transfer_kv_all_layer_mla(
     """Rows of all layers of one tensor each, tables on both sides."""
     _check_warps(num_warps_per_block)
     tables = read_table(src_layers, "src_layers"), read_table(dst_layers, "dst_layers")
-    key = (7, item_size, num_layers, *tables)
-    call = known_call(key)
-    if call is None:
-        sides = (dst_layers,), (src_layers,)
-        call = remember(key, forms.all_layers(*sides, num_layers, item_size, item_size, item_size))
-    run(call, dst_indices, src_indices, block_quota)
+    form = 7, item_size, num_layers, *tables
+    sides = (dst_layers,), (src_layers,)
+    if not run_known(form, *sides, dst_indices, src_indices, block_quota):
+        call = forms.all_layers(*sides, num_layers, item_size, item_size, item_size)
+        run(form, call, *sides, dst_indices, src_indices, block_quota)
 
 
 def transfer_kv_all_layer_lf_pf(
@@ -238,18 +235,12 @@ def transfer_kv_all_layer_lf_pf(
     _check_warps(num_warps_per_block)
     tables = read_table(src_k_layers, "src_k_layers"), read_table(src_v_layers, "src_v_layers")
     sizes = num_layers, item_size, dst_layout_dim
-    key = (
-        8,
-        *sizes,
-        *tables,
-        *identity(dst_k, "dst_k", writes=True),
-        *identity(dst_v, "dst_v", writes=True),
-    )
-    call = known_call(key)
-    if call is None:
-        sides = (dst_k, dst_v), (src_k_layers, src_v_layers)
-        call = remember(key, forms.all_layers_to_page_first(*sides, *sizes))
-    run(call, dst_indices, src_indices, block_quota)
+    form = 8, *sizes, *tables
+    sides = (dst_k, dst_v), (src_k_layers, src_v_layers)
+    if not run_known(form, *sides, dst_indices, src_indices, block_quota):
+        _check_dst(sides[0])
+        call = forms.all_layers_to_page_first(*sides, *sizes)
+        run(form, call, *sides, dst_indices, src_indices, block_quota)
 
 
 def transfer_kv_all_layer_mla_lf_pf(
@@ -266,11 +257,12 @@ def transfer_kv_all_layer_mla_lf_pf(
     """All layers into a page_first pool of one tensor."""
     _check_warps(num_warps_per_block)
     sizes = num_layers, item_size, dst_layout_dim
-    key = (9, *sizes, read_table(src_layers, "src_layers"), *identity(dst, "dst", writes=True))
-    call = known_call(key)
-    if call is None:
-        call = remember(key, forms.all_layers_to_page_first((dst,), (src_layers,), *sizes))
-    run(call, dst_indices, src_indices, block_quota)
+    form = 9, *sizes, read_table(src_layers, "src_layers")
+    sides = (dst,), (src_layers,)
+    if not run_known(form, *sides, dst_indices, src_indices, block_quota):
+        _check_dst(sides[0])
+        call = forms.all_layers_to_page_first(*sides, *sizes)
+        run(form, call, *sides, dst_indices, src_indices, block_quota)
 
 
 def transfer_kv_all_layer_lf_ph(
@@ -292,19 +284,13 @@ def transfer_kv_all_layer_lf_ph(
     _check_warps(num_warps_per_block)
     tables = read_table(src_k_layers, "src_k_layers"), read_table(src_v_layers, "src_v_layers")
     sizes = num_layers, item_size, dst_layout_dim, page_size, head_num
-    key = (
-        10,
-        *sizes,
-        *tables,
-        *identity(dst_k, "dst_k", writes=True),
-        *identity(dst_v, "dst_v", writes=True),
-    )
-    call = known_call(key)
-    if call is None:
-        sides = (dst_k, dst_v), (src_k_layers, src_v_layers)
-        call = remember(key, forms.all_layers_to_page_head(*sides, *sizes))
-    dst_pages = page_indices(dst_indices, page_size, "dst_indices")
-    run(call, dst_pages, page_indices(src_indices, page_size, "src_indices"), block_quota)
+    indices, tokens = _slots(dst_indices, src_indices, page_size)
+    form = 10, tokens, *sizes, *tables
+    sides = (dst_k, dst_v), (src_k_layers, src_v_layers)
+    if not run_known(form, *sides, *indices, block_quota):
+        _check_dst(sides[0])
+        call = forms.all_layers_to_page_head(*sides, *sizes)
+        run(form, call, *sides, *indices, block_quota, page_size=tokens)
 
 
 # --- The copy engine: lists of tensors ------------------------------------------------------------
@@ -332,17 +318,12 @@ def transfer_kv_per_layer_direct_pf_lf(
     page_size: int,
 ) -> None:
     """One layer out of page_first_direct pools, `[pages, layers, page_size, ...]`: K and V, or one."""
-    key = (
-        11,
-        layer_id,
-        page_size,
-        *_identities(dst_ptrs, "dst_ptrs", writes=True),
-        *_identities(src_ptrs, "src_ptrs"),
-    )
-    call = known_call(key)
-    if call is None:
-        call = remember(key, forms.one_layer_of_direct(dst_ptrs, src_ptrs, layer_id, page_size))
-    _run_pages(call, dst_indices, src_indices, page_size)
+    indices, tokens = _slots(dst_indices, src_indices, page_size)
+    form = 11, tokens, layer_id, page_size
+    if not run_known(form, dst_ptrs, src_ptrs, *indices):
+        _check_lists(dst_ptrs, src_ptrs)
+        call = forms.one_layer_of_direct(dst_ptrs, src_ptrs, layer_id, page_size)
+        run(form, call, dst_ptrs, src_ptrs, *indices, page_size=tokens)
 
 
 def transfer_kv_all_layer_direct_lf_pf(
@@ -353,32 +334,16 @@ def transfer_kv_all_layer_direct_lf_pf(
     page_size: int,
 ) -> None:
     """All layers into page_first_direct pools: `src_ptrs` has those of the first, then of the second."""
-    key = (
-        12,
-        page_size,
-        *_identities(dst_ptrs, "dst_ptrs", writes=True),
-        *_identities(src_ptrs, "src_ptrs"),
-    )
-    call = known_call(key)
-    if call is None:
-        call = remember(key, forms.all_layers_to_direct(dst_ptrs, src_ptrs, page_size))
-    _run_pages(call, dst_indices, src_indices, page_size)
+    indices, tokens = _slots(dst_indices, src_indices, page_size)
+    form = 12, tokens, page_size
+    if not run_known(form, dst_ptrs, src_ptrs, *indices):
+        _check_lists(dst_ptrs, src_ptrs)
+        call = forms.all_layers_to_direct(dst_ptrs, src_ptrs, page_size)
+        run(form, call, dst_ptrs, src_ptrs, *indices, page_size=tokens)
 
 
-def _identities(tensors: Sequence[Tensor], name: str, *, writes: bool = False) -> list[object]:
-    """Of a list of tensors, whose shapes count."""
-    parts: list[object] = []
-    for i, tensor in enumerate(tensors):
-        parts += identity(tensor, _name_in(name, i), writes=writes)
-        parts += tensor.shape, tensor.element_size()
-    return parts
-
-
-@functools.cache
-def _name_in(name: str, i: int) -> str:
-    return f"{name}[{i}]"
-
-
-def _run_pages(call: Call, dst_indices: Tensor, src_indices: Tensor, page_size: int) -> None:
-    dst_pages = page_indices(dst_indices, page_size, "dst_indices")
-    run(call, dst_pages, page_indices(src_indices, page_size, "src_indices"))
+def _check_lists(dst_ptrs: Side, src_ptrs: Side) -> None:
+    for i, tensor in enumerate(dst_ptrs):
+        check_tensor(tensor, f"dst_ptrs[{i}]", writes=True)
+    for i, tensor in enumerate(src_ptrs):
+        check_tensor(tensor, f"src_ptrs[{i}]")

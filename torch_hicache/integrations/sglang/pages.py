@@ -11,32 +11,15 @@ from torch_hicache.integrations.sglang.addresses import bad
 # transfer_kv records it and no byte of the page moves.
 BAD_PAGE = 1 << 62
 
-_MOST_KEPT = 1 << 16  # indices: for more, what is saved is nothing to what the transfer takes
-_last_pages: dict[tuple[int, str, torch.dtype], tuple[Tensor, Tensor]] = {}  # tokens, and their pages
-
 
 def page_indices(indices: Tensor, page_size: int, name: str) -> Tensor:
-    """One page index for `page_size` token indices, -1 for a page of -1. Not to be written to.
+    """One page index for `page_size` token indices, -1 for a page of -1.
 
-    Indices on an accelerator are checked there, without a sync: a bad page gets the index BAD_PAGE. Those
-    on the CPU are compared with the last ones, which are the same for each layer of a submission.
+    Indices on an accelerator are checked there, without a sync: a bad page gets the index BAD_PAGE.
 
     Raises:
         ValueError: bad `page_size`, not a number of pages, or on the CPU tokens that are no whole page.
     """
-    if indices.is_cpu:
-        key = page_size, name, indices.dtype
-        last = _last_pages.get(key)
-        if last is not None and torch.equal(indices, last[0]):
-            return last[1]
-        pages = _pages_of(indices, page_size, name)
-        if len(indices) <= _MOST_KEPT:
-            _last_pages[key] = indices.clone(), pages
-        return pages
-    return _pages_of(indices, page_size, name)
-
-
-def _pages_of(indices: Tensor, page_size: int, name: str) -> Tensor:
     check_page_size(page_size)
     check_indices(indices, name)
     check_whole_pages(indices, page_size, name)

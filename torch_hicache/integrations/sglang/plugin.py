@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hicache.integrations.sglang.addresses import keep_with, transfer_kv, version_of
+from torch_hicache.integrations.sglang.addresses import keep_with, version_of
+from torch_hicache.integrations.sglang.calls import transfer_kv
 from torch_hicache.integrations.sglang.jit import missing_backend
 from torch_hicache.integrations.sglang.pages import page_indices
 
@@ -66,22 +67,19 @@ class PoolPlanes:
     def __init__(self, host: Any, components: Components, layers: Places) -> None:
         self.page_size = host.page_size
         self.in_pages = host.layout in _IN_PAGES
-        self._layers = layers
-        self._host = [_host_layers(buffer, host.layout) for buffer, _ in components]
-        self._device = [
+        host_planes = [_host_layers(buffer, host.layout) for buffer, _ in components]
+        device_planes = [
             [_device_layer(layer, host.layout, host.page_size) for layer in device_layers]
             for _, device_layers in components
         ]
         pairs = list(layers.values())
-        self.all_host = [planes[at] for planes in self._host for at, _ in pairs]
-        self.all_device = [planes[at] for planes in self._device for _, at in pairs]
-
-    def layer(self, layer_id: int) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Device and host planes of a layer, by SGLang's number of it."""
-        if layer_id not in self._layers:
-            return None
-        host, device = self._layers[layer_id]
-        return [planes[device] for planes in self._device], [planes[host] for planes in self._host]
+        self.all_host = [planes[at] for planes in host_planes for at, _ in pairs]
+        self.all_device = [planes[at] for planes in device_planes for _, at in pairs]
+        # Device and host planes of a layer, by SGLang's number of it.
+        self.layers = {
+            layer: ([planes[device] for planes in device_planes], [planes[at] for planes in host_planes])
+            for layer, (at, device) in layers.items()
+        }
 
     def indices(self, indices: Tensor, name: str) -> Tensor:
         """Of pages where the layout has no tokens: once for all layers of a submission.
@@ -157,7 +155,7 @@ def load_to_device_per_layer(
         return
     if not is_draft and not _is_target(host, layer_id):
         return
-    layer = planes.layer(layer_id)
+    layer = planes.layers.get(layer_id)
     if layer is None:
         raise IndexError(f"[sglang] the host pool has no layer {layer_id}.")
     transfer_kv(
