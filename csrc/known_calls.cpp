@@ -1,10 +1,10 @@
 #include "known_calls.h"
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-
 #include <map>
 #include <memory>
 #include <mutex>
+
+#include "page_indices.h"
 
 namespace hicache {
 namespace {
@@ -84,24 +84,20 @@ bool fill_pages(const void* data, int64_t stride, int64_t page_size, int64_t* pa
   return true;
 }
 
-// Nothing where the tokens are not on the CPU or no whole and aligned pages: Python says what is wrong.
-std::optional<Tensor> pages_of(const Tensor& tokens, int64_t page_size) {
-  if (!tokens.is_cpu() || tokens.dim() != 1 || tokens.numel() % page_size)
+// Nothing where Python must say what is wrong, or make the pages itself.
+std::optional<Tensor> pages_of(const Tensor& tokens, int64_t page_size, PagesOf* device_pages) {
+  if (!are_pages(tokens, page_size))
     return std::nullopt;
-  const int64_t num_pages = tokens.numel() / page_size, stride = 1;
-  AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &num_pages, &stride, aoti_torch_dtype_int64(),
-                                                  aoti_torch_device_type_cpu(), 0, &handle));
-  Tensor pages(handle);
+  if (!tokens.is_cpu())
+    return device_pages ? std::optional(device_pages(tokens, page_size)) : std::nullopt;
+  Tensor pages = empty_pages(tokens, page_size);
   auto* values = static_cast<int64_t*>(pages.mutable_data_ptr());
   const auto fill = [&](auto index) {
-    return fill_pages<decltype(index)>(tokens.const_data_ptr(), tokens.stride(0), page_size, values, num_pages);
+    return fill_pages<decltype(index)>(tokens.const_data_ptr(), tokens.stride(0), page_size, values,
+                                       pages.numel());
   };
-  const int32_t dtype = dtype_of(tokens);
-  const bool are_pages = dtype == aoti_torch_dtype_int64()   ? fill(int64_t{})
-                         : dtype == aoti_torch_dtype_int32() ? fill(int32_t{})
-                                                             : false;
-  return are_pages ? std::optional(std::move(pages)) : std::nullopt;
+  const bool are_whole = dtype_of(tokens) == aoti_torch_dtype_int64() ? fill(int64_t{}) : fill(int32_t{});
+  return are_whole ? std::optional(std::move(pages)) : std::nullopt;
 }
 
 }  // namespace
@@ -115,8 +111,9 @@ void keep_call(const std::vector<Tensor>& dst, const std::vector<Tensor>& src, c
   known_calls().keep(description, {dst_planes, src_planes, slot_dim, page_size});
 }
 
-bool run_known_call(Transfer* transfer, const std::vector<Tensor>& dst, const std::vector<Tensor>& src,
-                    const Tensor& dst_indices, const Tensor& src_indices, int64_t form, int64_t max_blocks) {
+bool run_known_call(Transfer* transfer, PagesOf* device_pages, const std::vector<Tensor>& dst,
+                    const std::vector<Tensor>& src, const Tensor& dst_indices, const Tensor& src_indices,
+                    int64_t form, int64_t max_blocks) {
   thread_local Description description;  // its memory serves all calls
   description.assign(1, form);
   describe(dst, description);
@@ -131,8 +128,8 @@ bool run_known_call(Transfer* transfer, const std::vector<Tensor>& dst, const st
   };
   if (call->page_size == 0)
     return run(dst_indices, src_indices);
-  const std::optional<Tensor> dst_pages = pages_of(dst_indices, call->page_size);
-  const std::optional<Tensor> src_pages = pages_of(src_indices, call->page_size);
+  const std::optional<Tensor> dst_pages = pages_of(dst_indices, call->page_size, device_pages);
+  const std::optional<Tensor> src_pages = pages_of(src_indices, call->page_size, device_pages);
   return dst_pages && src_pages && run(*dst_pages, *src_pages);
 }
 

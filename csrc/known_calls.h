@@ -12,6 +12,7 @@
 
 namespace hicache {
 
+using PagesOf = Tensor(const Tensor& tokens, int64_t page_size);  // for tokens on a device: page_indices
 using Transfer = void(const std::vector<Tensor>& dst, const std::vector<Tensor>& src, const Tensor& dst_indices,
                       const Tensor& src_indices, int64_t slot_dim, const std::optional<Tensor>& count,
                       const std::string& method, int64_t max_blocks);
@@ -22,14 +23,15 @@ void keep_call(const std::vector<Tensor>& dst, const std::vector<Tensor>& src, c
                const Tensor& src_indices, int64_t form, const std::vector<Tensor>& dst_planes,
                const std::vector<Tensor>& src_planes, int64_t slot_dim, int64_t page_size);
 
-bool run_known_call(Transfer* transfer, const std::vector<Tensor>& dst, const std::vector<Tensor>& src,
-                    const Tensor& dst_indices, const Tensor& src_indices, int64_t form, int64_t max_blocks);
+bool run_known_call(Transfer* transfer, PagesOf* device_pages, const std::vector<Tensor>& dst,
+                    const std::vector<Tensor>& src, const Tensor& dst_indices, const Tensor& src_indices,
+                    int64_t form, int64_t max_blocks);
 
 // Each backend's op: false, and nothing has happened, where the call is not known or its tokens are no pages.
-template <Transfer transfer>
+template <Transfer transfer, PagesOf* device_pages = nullptr>
 bool transfer_known(const std::vector<Tensor>& dst, const std::vector<Tensor>& src, const Tensor& dst_indices,
                     const Tensor& src_indices, int64_t form, int64_t max_blocks) {
-  return run_known_call(transfer, dst, src, dst_indices, src_indices, form, max_blocks);
+  return run_known_call(transfer, device_pages, dst, src, dst_indices, src_indices, form, max_blocks);
 }
 
 }  // namespace hicache

@@ -41,6 +41,10 @@ STABLE_TORCH_LIBRARY(hicache, m) {
       "keep_call(Tensor[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, int form, "
       "Tensor[] dst_planes, Tensor[] src_planes, int slot_dim, int page_size) -> ()");
 
+  // One page index for `page_size` tokens on an accelerator, -1 for a page of -1, 1 << 62 for tokens that are
+  // no whole, aligned page. On devices without a kernel of their own it is integrations/sglang/pages.py.
+  m.def("page_indices(Tensor tokens, int page_size) -> Tensor");
+
   // Records of bad indices apart from the device's own: while a thread uses one, its calls report there.
   m.def("new_error_record(Tensor on_device) -> int");
   m.def("use_error_record(Tensor on_device, int record) -> ()");    // 0: the device's own again

@@ -102,6 +102,23 @@ else:
 """
 
 
+# Tokens to pages: quotients by a rounded reciprocal, wrong tokens, padding.
+PAGES = """
+import torch_hicache.integrations.sglang.pages
+for page_size in (1, 3, 64, 1000):
+    starts = torch.tensor([page * page_size for page in (0, 1, (1 << 31) - 1, 1 << 31, (1 << 51) + 1)])
+    tokens = (starts.unsqueeze(1) + torch.arange(page_size)).flatten()
+    tokens[page_size : 2 * page_size] = -1
+    expected = starts // page_size
+    expected[1] = -1
+    if page_size > 1:
+        tokens[-1] += 1
+        expected[-1] = 1 << 62
+    found = torch.ops.hicache.page_indices(tokens.to(device), page_size)
+    assert found.tolist() == expected.tolist(), (page_size, found, expected)
+"""
+
+
 def run(program: str, arch: str, **settings: str) -> tuple[int, str]:
     env = hip_simulator.environment(arch, **settings)
     done = hip_simulator.run_python(textwrap.dedent(program), env)
@@ -111,7 +128,7 @@ def run(program: str, arch: str, **settings: str) -> tuple[int, str]:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_machine_code(arch: str) -> None:
     """All programs in one process: to start one, and to read the code, takes longer than they do."""
-    code, text = run("\n".join((ROWS, FAR, STAGED, BAD)), arch)
+    code, text = run("\n".join((ROWS, FAR, STAGED, PAGES, BAD)), arch)
     assert code == 0, text
 
 

@@ -47,6 +47,9 @@ def passes(program: str, executor: str = "host", **settings: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+SGLANG_FILES = ["test_sglang_known_calls.py", "test_sglang_pages.py", "test_sglang_bad_calls.py"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["test_transfer_kv.py", "test_indices.py"])
 def test_the_suite_of_the_op(file: str) -> None:
@@ -55,8 +58,8 @@ def test_the_suite_of_the_op(file: str) -> None:
     assert " passed" in done.stdout
 
 
-def test_known_calls_of_the_sglang_functions() -> None:
-    done = hip_simulator.run_suite(["test_sglang_known_calls.py"], hip_simulator.environment(), "hipsim")
+def test_known_calls_and_pages_of_the_sglang_functions() -> None:
+    done = hip_simulator.run_suite(SGLANG_FILES, hip_simulator.environment(), "hipsim and not bad_tables")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert " passed" in done.stdout
 

@@ -9,6 +9,8 @@
 // After runtime.h and upload.h, whose words they use.
 #include "../copy_rows.cuh"
 #include "../device_entries.h"
+#include "../page_indices.cuh"
+#include "../page_indices.h"
 
 namespace hicache {
 namespace {
@@ -46,6 +48,10 @@ __global__ void select_skipped_kernel(DeviceIndices device_slots, int64_t first_
   }
 }
 
+__global__ void page_kernel(const PageParams params) {
+  write_pages(params, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
+}
+
 unsigned prepare_blocks(int64_t n) {
   return static_cast<unsigned>(std::min<int64_t>((n + kPrepareThreads - 1) / kPrepareThreads, 1024));
 }
@@ -58,6 +64,15 @@ int bits_of(int64_t value) {
 }
 
 }  // namespace
+
+Tensor page_indices(const Tensor& tokens, int64_t page_size) {
+  const torch::stable::accelerator::DeviceGuard guard(tokens.get_device_index());
+  return page_indices_by(tokens, page_size, [&](const PageParams& params) {
+    page_kernel<<<page_blocks(params.num_pages), kPageThreads, 0, current_stream(tokens.get_device_index())>>>(
+        params);
+    check_cuda(cudaGetLastError(), "launching the kernel that makes pages of tokens");
+  });
+}
 
 void select_skipped(const DeviceIndices& device_slots, int64_t first_entry, int64_t num_device_slots,
                     const int64_t* host_slots, int64_t size, int64_t* out, cudaStream_t stream) {

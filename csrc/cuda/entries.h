@@ -15,6 +15,9 @@ void select_skipped(const DeviceIndices& device_slots, int64_t first_entry, int6
 // Uploads what is on the CPU without waiting for the stream.
 Entries device_entries(const TransferArgs& args, cudaStream_t stream);
 
+// The op of this name.
+Tensor page_indices(const Tensor& tokens, int64_t page_size);
+
 // Reorders entries by the slot of the host pool; bad ones are reported and become padding. Only for slot
 // numbers below 2^31.
 void sort_entries(Entries& entries, const TransferArgs& args, const ErrorSink& errors, bool by_dst,

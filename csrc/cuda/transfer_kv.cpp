@@ -146,7 +146,9 @@ std::string explain_cuda(const std::vector<Tensor>& dst, const std::vector<Tenso
 
 STABLE_TORCH_LIBRARY_IMPL(hicache, CUDA, m) {
   m.impl("transfer_kv", TORCH_BOX(&hicache::transfer_kv_cuda));
-  m.impl("transfer_known", TORCH_BOX(&hicache::transfer_known<hicache::transfer_kv_cuda>));
+  m.impl("transfer_known",
+         TORCH_BOX((&hicache::transfer_known<hicache::transfer_kv_cuda, &hicache::page_indices>)));
   m.impl("keep_call", TORCH_BOX(&hicache::keep_call));
+  m.impl("page_indices", TORCH_BOX(&hicache::page_indices));
   m.impl("explain", TORCH_BOX(&hicache::explain_cuda));
 }

@@ -4,6 +4,7 @@
 #include <hip/hip_runtime_api.h>
 
 #include "../copy_params.h"
+#include "../page_params.h"
 
 namespace hicache {
 
@@ -33,6 +34,8 @@ struct SelectParams {
 };
 constexpr int kSelectThreads = 256;
 hipError_t start_select(const SelectParams& params, unsigned blocks, hipStream_t stream);
+
+hipError_t start_pages(const PageParams& params, hipStream_t stream);
 
 // The address of the current device's lock for error records.
 hipError_t find_error_lock(ErrorLock** lock);

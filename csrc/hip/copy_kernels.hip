@@ -1,6 +1,7 @@
 #include "runtime.h"
 // After runtime.h, whose device words it uses.
 #include "copy_rows.cuh"
+#include "../page_indices.cuh"
 #include "copy_kernels.h"
 
 #include <algorithm>
@@ -24,6 +25,12 @@ __global__ __attribute__((amdgpu_flat_work_group_size(kSelectThreads, kSelectThr
     as_global(params.out)[i] =
         slot < 0 || slot >= params.num_device_slots ? as_global(params.host_slots)[i] : -1;
   }
+}
+
+__global__ __attribute__((amdgpu_flat_work_group_size(kPageThreads, kPageThreads))) void page_kernel(
+    const PageParams params) {
+  write_pages(HICACHE_PARAMETER(params), block_index() * kPageThreads + thread_index(),
+              grid_blocks() * kPageThreads);
 }
 
 namespace {
@@ -63,6 +70,12 @@ hipError_t start_select(const SelectParams& params, unsigned blocks, hipStream_t
   void* arguments[] = {const_cast<SelectParams*>(&params)};
   return hipLaunchKernel(reinterpret_cast<const void*>(&select_kernel), dim3(blocks), dim3(kSelectThreads),
                          arguments, 0, stream);
+}
+
+hipError_t start_pages(const PageParams& params, hipStream_t stream) {
+  void* arguments[] = {const_cast<PageParams*>(&params)};
+  return hipLaunchKernel(reinterpret_cast<const void*>(&page_kernel), dim3(page_blocks(params.num_pages)),
+                         dim3(kPageThreads), arguments, 0, stream);
 }
 
 hipError_t find_error_lock(ErrorLock** lock) {

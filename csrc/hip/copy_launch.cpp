@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "../page_indices.h"
 #include "copy_kernels.h"
 #include "runtime.h"
 
@@ -24,6 +25,14 @@ void select_skipped(const DeviceIndices& device_slots, int64_t first_entry, int6
       start_select({device_slots, first_entry, num_device_slots, host_slots, out, static_cast<uint32_t>(size)},
                    static_cast<unsigned>(std::min<int64_t>(blocks, 1024)), stream),
       "launching the kernel that selects skipped entries");
+}
+
+Tensor page_indices(const Tensor& tokens, int64_t page_size) {
+  const torch::stable::accelerator::DeviceGuard guard(tokens.get_device_index());
+  return page_indices_by(tokens, page_size, [&](const PageParams& params) {
+    check_hip(start_pages(params, current_stream(tokens.get_device_index())),
+              "launching the kernel that makes pages of tokens");
+  });
 }
 
 }  // namespace hicache

@@ -18,4 +18,7 @@ void launch_copy(CopyParams& params, const Box& box, int vector_bytes, int64_t m
 void select_skipped(const DeviceIndices& device_slots, int64_t first_entry, int64_t num_device_slots,
                     const int64_t* host_slots, int64_t size, int64_t* out, hipStream_t stream);
 
+// The op of this name.
+Tensor page_indices(const Tensor& tokens, int64_t page_size);
+
 }  // namespace hicache

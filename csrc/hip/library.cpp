@@ -8,6 +8,7 @@
 
 #include "../device_state.h"
 #include "../known_calls.h"
+#include "copy_launch.h"
 #include "host_memory.h"
 #include "runtime.h"
 #include "transfer_kv.h"
@@ -49,8 +50,10 @@ extern "C" __attribute__((visibility("default"))) const char* hicache_register_h
     // Never destroyed: that would undo the registration.
     auto* library = new StableLibrary(StableLibrary::Kind::IMPL, "hicache", dispatch_key, __FILE__, __LINE__);
     library->impl("transfer_kv", TORCH_BOX(&hicache::transfer_kv_hip));
-    library->impl("transfer_known", TORCH_BOX(&hicache::transfer_known<hicache::transfer_kv_hip>));
+    library->impl("transfer_known",
+                  TORCH_BOX((&hicache::transfer_known<hicache::transfer_kv_hip, &hicache::page_indices>)));
     library->impl("keep_call", TORCH_BOX(&hicache::keep_call));
+    library->impl("page_indices", TORCH_BOX(&hicache::page_indices));
     library->impl("explain", TORCH_BOX(&hicache::explain_hip));
     library->impl("set_method_table", TORCH_BOX(&hicache::set_method_table));
     library->impl("check_errors", TORCH_BOX(&hicache::check_errors));

@@ -62,6 +62,14 @@ bool parse_operand(const std::string& text, Operand& operand) {
     operand.kind = Operand::kVector;
     return true;
   }
+  static const std::map<std::string, uint32_t> kFloats = {
+      {"0.5", 0x3f000000}, {"-0.5", 0xbf000000}, {"1.0", 0x3f800000}, {"-1.0", 0xbf800000},
+      {"2.0", 0x40000000}, {"-2.0", 0xc0000000}, {"4.0", 0x40800000}, {"-4.0", 0xc0800000}};
+  if (const auto found = kFloats.find(text); found != kFloats.end()) {
+    operand.kind = Operand::kFloat;
+    operand.value = found->second;
+    return true;
+  }
   size_t used = 0;
   try {
     operand.value = std::stoll(text, &used, 0);

@@ -64,12 +64,14 @@ void add_with_carry(Wave& w, const Instruction& i, bool has_carry_in) {
   });
   w.set_mask(i.operands[1].index, carries);
 }
-// A difference, its borrows into a mask. Operands `from` and `less`; no borrow comes in.
-void subtract_with_borrow(Wave& w, const Instruction& i, int from, int less) {
+// The difference of operands `from` and `less`, its borrows into a mask, perhaps with borrows of another mask.
+void subtract_with_borrow(Wave& w, const Instruction& i, int from, int less, bool has_borrow_in = false) {
   uint64_t borrows = 0;
+  const uint64_t borrow_in = has_borrow_in ? w.mask(i.operands[4].index) : 0;
   for_each_lane(w, [&](int lane) {
-    const uint32_t a = w.read32(i, i.operands[from], lane), b = w.read32(i, i.operands[less], lane);
-    w.write32(i, i.operands[0], a - b, lane);
+    const uint64_t a = w.read32(i, i.operands[from], lane);
+    const uint64_t b = uint64_t{w.read32(i, i.operands[less], lane)} + (borrow_in >> lane & 1);
+    w.write32(i, i.operands[0], static_cast<uint32_t>(a - b), lane);
     borrows |= uint64_t{a < b} << lane;
   });
   w.set_mask(i.operands[1].index, borrows);
@@ -141,6 +143,8 @@ const std::map<std::string, Handler> kHandlers = {
     {"v_addc_co_u32", OP(add_with_carry(w, i, true))},
     {"v_sub_co_u32", OP(subtract_with_borrow(w, i, 2, 3))},
     {"v_subrev_co_u32", OP(subtract_with_borrow(w, i, 3, 2))},
+    {"v_subb_co_u32", OP(subtract_with_borrow(w, i, 2, 3, true))},
+    {"v_subbrev_co_u32", OP(subtract_with_borrow(w, i, 3, 2, true))},
     {"v_mad_u64_u32", OP(multiply_add(w, i))},
     {"v_cndmask_b32", OP(conditional_move(w, i))},
     {"v_readfirstlane_b32", OP(read_first_lane(w, i))},
@@ -175,6 +179,8 @@ const std::map<std::string, Handler> kComparisons = {COMPARISONS(uint32_t, "u32"
 const std::map<std::string, std::string> kRenamed = {{"v_add_nc_u32", "v_add_u32"},
                                                      {"v_sub_nc_u32", "v_sub_u32"},
                                                      {"v_add_co_ci_u32", "v_addc_co_u32"},
+                                                     {"v_sub_co_ci_u32", "v_subb_co_u32"},
+                                                     {"v_subrev_co_ci_u32", "v_subbrev_co_u32"},
                                                      {"v_mad_co_u64_u32", "v_mad_u64_u32"}};
 
 }  // namespace

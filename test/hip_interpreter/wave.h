@@ -15,7 +15,8 @@ namespace hip_interpreter {
 enum Scalar { kVcc = 106, kTtmp = 108, kM0 = 125, kExec = 126, kNull = 128, kScalars = 130 };
 
 struct Operand {
-  enum Kind { kNone, kScalar, kVector, kConstant, kOff } kind = kNone;
+  // kFloat: one of the small ones inside an instruction, as the bits of 32; of 64 they would be others.
+  enum Kind { kNone, kScalar, kVector, kConstant, kFloat, kOff } kind = kNone;
   int index = 0;            // of the first register
   int registers = 1;        // how many the text names
   int64_t value = 0;        // a constant
@@ -76,6 +77,7 @@ struct Wave {
       case Operand::kVector:
         return vectors[operand.index][lane];
       case Operand::kConstant:
+      case Operand::kFloat:
         return static_cast<uint32_t>(operand.value);
       default:
         fail(at, "an operand that holds no value");

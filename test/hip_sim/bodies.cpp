@@ -34,6 +34,8 @@ extern "C" __attribute__((visibility("default"))) void hip_sim_execute(const hip
     run_threads<CopyParams>(kernel, launch);
   else if (launch.parameters.size() == sizeof(hicache::SelectParams))
     run_threads<hicache::SelectParams>(kernel, launch);
+  else if (launch.parameters.size() == sizeof(hicache::PageParams))
+    run_threads<hicache::PageParams>(kernel, launch);
   else
     throw std::runtime_error("unknown parameters of " + launch.kernel);
 }

@@ -58,7 +58,7 @@ def run(
 ) -> None:
     """transfer_kv, of which a kernel takes `block_quota` blocks at most. From now on the call is known.
 
-    With a `page_size`, indices are tokens on the CPU, while slots of the planes are pages.
+    With a `page_size`, indices are tokens, while slots of the planes are pages.
     """
     if len(_forms) >= _MOST_FORMS:
         _forms.clear()

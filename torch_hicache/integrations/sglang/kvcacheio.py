@@ -29,7 +29,7 @@ from torch_hicache.integrations.sglang.addresses import (
     read_table,
 )
 from torch_hicache.integrations.sglang.calls import run, run_known, transfer_kv
-from torch_hicache.integrations.sglang.pages import check_page_size, check_whole_pages, page_indices
+from torch_hicache.integrations.sglang.pages import check_page_size, check_whole_pages
 
 
 def _check_warps(num_warps_per_block: int | None) -> None:
@@ -46,14 +46,6 @@ def _check_sides(dst: Side, src: Side) -> None:
     for tensor, name in zip(src, forms.names_of(src, "src"), strict=True):
         check_tensor(tensor, name)
     _check_dst(dst)
-
-
-def _slots(dst_indices: Tensor, src_indices: Tensor, page_size: int) -> tuple[tuple[Tensor, Tensor], int]:
-    """What to pass as indices, and how many of them are one page to the call; 0 if they are pages."""
-    if dst_indices.is_cpu and src_indices.is_cpu:
-        return (dst_indices, src_indices), page_size
-    pages = page_indices(dst_indices, page_size, "dst_indices")
-    return (pages, page_indices(src_indices, page_size, "src_indices")), 0
 
 
 # --- Kernels of one layer -------------------------------------------------------------------------
@@ -163,13 +155,12 @@ def transfer_kv_per_layer_ph_lf(
     """One layer out of a page_head pool, `[pages, heads, page_size, layers, ...]`."""
     _check_warps(num_warps_per_block)
     sizes = layer_id, item_size, src_layout_dim, page_size, head_num
-    indices, tokens = _slots(dst_indices, src_indices, page_size)
-    form = 5, tokens, *sizes
+    form = 5, *sizes
     sides = (dst_k, dst_v), (src_k, src_v)
-    if not run_known(form, *sides, *indices, block_quota):
+    if not run_known(form, *sides, dst_indices, src_indices, block_quota):
         _check_sides(*sides)
         call = forms.one_layer_of_page_head(*sides, *sizes)
-        run(form, call, *sides, *indices, block_quota, page_size=tokens)
+        run(form, call, *sides, dst_indices, src_indices, block_quota, page_size=page_size)
 
 
 # --- Kernels of all layers ------------------------------------------------------------------------
@@ -284,13 +275,12 @@ def transfer_kv_all_layer_lf_ph(
     _check_warps(num_warps_per_block)
     tables = read_table(src_k_layers, "src_k_layers"), read_table(src_v_layers, "src_v_layers")
     sizes = num_layers, item_size, dst_layout_dim, page_size, head_num
-    indices, tokens = _slots(dst_indices, src_indices, page_size)
-    form = 10, tokens, *sizes, *tables
+    form = 10, *sizes, *tables
     sides = (dst_k, dst_v), (src_k_layers, src_v_layers)
-    if not run_known(form, *sides, *indices, block_quota):
+    if not run_known(form, *sides, dst_indices, src_indices, block_quota):
         _check_dst(sides[0])
         call = forms.all_layers_to_page_head(*sides, *sizes)
-        run(form, call, *sides, *indices, block_quota, page_size=tokens)
+        run(form, call, *sides, dst_indices, src_indices, block_quota, page_size=page_size)
 
 
 # --- The copy engine: lists of tensors ------------------------------------------------------------
@@ -318,12 +308,11 @@ def transfer_kv_per_layer_direct_pf_lf(
     page_size: int,
 ) -> None:
     """One layer out of page_first_direct pools, `[pages, layers, page_size, ...]`: K and V, or one."""
-    indices, tokens = _slots(dst_indices, src_indices, page_size)
-    form = 11, tokens, layer_id, page_size
-    if not run_known(form, dst_ptrs, src_ptrs, *indices):
+    form = 11, layer_id, page_size
+    if not run_known(form, dst_ptrs, src_ptrs, dst_indices, src_indices):
         _check_lists(dst_ptrs, src_ptrs)
         call = forms.one_layer_of_direct(dst_ptrs, src_ptrs, layer_id, page_size)
-        run(form, call, dst_ptrs, src_ptrs, *indices, page_size=tokens)
+        run(form, call, dst_ptrs, src_ptrs, dst_indices, src_indices, page_size=page_size)
 
 
 def transfer_kv_all_layer_direct_lf_pf(
@@ -334,12 +323,11 @@ def transfer_kv_all_layer_direct_lf_pf(
     page_size: int,
 ) -> None:
     """All layers into page_first_direct pools: `src_ptrs` has those of the first, then of the second."""
-    indices, tokens = _slots(dst_indices, src_indices, page_size)
-    form = 12, tokens, page_size
-    if not run_known(form, dst_ptrs, src_ptrs, *indices):
+    form = 12, page_size
+    if not run_known(form, dst_ptrs, src_ptrs, dst_indices, src_indices):
         _check_lists(dst_ptrs, src_ptrs)
         call = forms.all_layers_to_direct(dst_ptrs, src_ptrs, page_size)
-        run(form, call, dst_ptrs, src_ptrs, *indices, page_size=tokens)
+        run(form, call, dst_ptrs, src_ptrs, dst_indices, src_indices, page_size=page_size)
 
 
 def _check_lists(dst_ptrs: Side, src_ptrs: Side) -> None:

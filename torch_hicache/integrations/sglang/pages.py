@@ -25,23 +25,33 @@ def page_indices(indices: Tensor, page_size: int, name: str) -> Tensor:
     check_whole_pages(indices, page_size, name)
     if not indices.numel():  # any page size divides it, and there may be no memory for offsets of one
         return torch.empty_like(indices, dtype=torch.int64)
-    if indices.dtype != torch.int64:
-        indices = indices.long()
-    pages = indices[::page_size].div(page_size, rounding_mode="floor")
-    is_on_cpu = indices.is_cpu
-    offsets = _offsets(page_size) if is_on_cpu else torch.arange(page_size, device=indices.device)
-    tokens, column = indices.reshape(-1, page_size), pages.unsqueeze(1)
-    # The larger of both is page * page_size + offset where the page is not negative, and -1 for page -1.
-    expected = torch.maximum(column, torch.add(offsets, column, alpha=page_size))
-    if not is_on_cpu:
-        return pages.masked_fill((tokens != expected).any(1), BAD_PAGE)
-    if not torch.equal(tokens, expected):
-        at = int((tokens != expected).flatten().nonzero()[0])
+    if not indices.is_cpu:
+        return torch.ops.hicache.page_indices(indices, page_size)
+    pages, is_bad = _pages_of(indices, page_size, _offsets(page_size))
+    if is_bad.any():
+        at = int(is_bad.flatten().nonzero()[0])
         raise bad(
             f"{name} must be whole pages of {page_size} tokens, aligned and in order (or all -1), got "
             f"{int(indices[at])} at position {at}."
         )
     return pages
+
+
+@torch.library.impl("hicache::page_indices", "default")
+def _page_indices(indices: Tensor, page_size: int) -> Tensor:
+    """On accelerators without a kernel for it."""
+    pages, is_bad = _pages_of(indices, page_size, torch.arange(page_size, device=indices.device))
+    return pages.masked_fill(is_bad.any(1), BAD_PAGE)
+
+
+def _pages_of(indices: Tensor, page_size: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """The pages that the first tokens name, and which tokens of each are not theirs."""
+    if indices.dtype != torch.int64:
+        indices = indices.long()
+    pages = indices[::page_size].div(page_size, rounding_mode="floor")
+    tokens, column = indices.reshape(-1, page_size), pages.unsqueeze(1)
+    # The larger of both is page * page_size + offset where the page is not negative, and -1 for page -1.
+    return pages, tokens != torch.maximum(column, torch.add(offsets, column, alpha=page_size))
 
 
 @functools.cache
