@@ -178,4 +178,16 @@ TARGETS = [
         "8 layers, peak of the compiled step over eager",
         "{of_pool:+.2%}",
     ),
+    *(
+        Target(
+            what, "<= 3 us over the op", "-", "integrations", f"sglang: {case}", "{overhead_us:+.1f} us"
+        )
+        for what, case in (
+            ("SGLang's transfer_hicache_one_layer", "transfer_hicache_one_layer"),
+            (
+                "its transfer_kv_per_layer_ph_lf, tokens on the GPU",
+                "transfer_kv_per_layer_ph_lf (pages)",
+            ),
+        )
+    ),
 ]

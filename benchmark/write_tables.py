@@ -191,6 +191,19 @@ def memory_table(record: Row) -> list[str]:
     return [f"{size:.0f} GiB of host memory ({origin(record)}):", "", *table(head, rows)]
 
 
+def integration_table(record: Row) -> list[str]:
+    """Of bench_integrations.py."""
+    rows = [
+        [row["case"], *(f"{row[key]:.1f}" for key in ("us", "op_us")), f"{row['overhead_us']:+.1f}"]
+        for row in record["results"]
+        if row["section"] == "integrations"
+    ]
+    if not rows:
+        return []
+    head = ["call, pools on the GPU and in pinned memory", "us", "the op's, planes ready", "difference"]
+    return [f"Host time of the integrations' calls ({origin(record)}):", "", *table(head, rows)]
+
+
 def target_table(records: list[Row]) -> list[str]:
     """What was aimed at, beside what was measured."""
     records = [record for record in records if "source" not in record["machine"]]
@@ -225,6 +238,7 @@ def figure_tables(records: list[Row]) -> list[str]:
             lines += cpu_table(record)
         if "rows" not in sections:
             lines += method_tables(record) + time_table(record) + memory_table(record)
+            lines += integration_table(record)
     return lines
 
 
