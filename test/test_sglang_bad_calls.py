@@ -312,6 +312,21 @@ def test_pages_are_kept_as_long_as_their_indices() -> None:
         assert len(plugin._pages) == kept
 
 
+def test_pages_of_an_inference_tensor_are_those_of_now() -> None:
+    planes = plugin.PoolPlanes(types.SimpleNamespace(page_size=PAGE, layout="page_head"), [], {})
+    with torch.inference_mode():
+        tokens = pages([2, 0])
+        assert planes.indices(tokens, "indices").tolist() == [2, 0]
+        tokens += PAGE
+        assert planes.indices(tokens, "indices").tolist() == [3, 1]
+
+
+def test_pages_while_another_device_is_the_default() -> None:
+    tokens = pages([3, 1])
+    with torch.device("meta"):
+        assert page_indices(tokens, PAGE, "indices").tolist() == [3, 1]
+
+
 def _resized_to_nothing(tensor: Tensor) -> Tensor:
     tensor.untyped_storage().resize_(0)
     return tensor

@@ -1,7 +1,5 @@
 """Token indices as page indices. A page layout has no address of a token that is one stride away."""
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -28,12 +26,11 @@ def page_indices(indices: Tensor, page_size: int, name: str) -> Tensor:
     if indices.dtype != torch.int64:
         indices = indices.long()
     pages = indices[::page_size].div(page_size, rounding_mode="floor")
-    is_on_cpu = indices.is_cpu
-    offsets = _offsets(page_size) if is_on_cpu else torch.arange(page_size, device=indices.device)
+    offsets = torch.arange(page_size, device=indices.device)
     tokens, column = indices.reshape(-1, page_size), pages.unsqueeze(1)
     # The larger of both is page * page_size + offset where the page is not negative, and -1 for page -1.
     expected = torch.maximum(column, torch.add(offsets, column, alpha=page_size))
-    if not is_on_cpu:
+    if not indices.is_cpu:
         return pages.masked_fill((tokens != expected).any(1), BAD_PAGE)
     if not torch.equal(tokens, expected):
         at = int((tokens != expected).flatten().nonzero()[0])
@@ -42,11 +39,6 @@ def page_indices(indices: Tensor, page_size: int, name: str) -> Tensor:
             f"{int(indices[at])} at position {at}."
         )
     return pages
-
-
-@functools.cache
-def _offsets(page_size: int) -> Tensor:
-    return torch.arange(page_size)
 
 
 def check_indices(indices: Tensor, name: str) -> None:
