@@ -8,6 +8,8 @@ import pytest
 import torch
 from sglang_pools import DIM, DTYPE, HEADS, ITEM, PAGE, pages
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_hicache.integrations.sglang import calls, kvcacheio
 from torch_hicache.testing import fill_pool, unchanged
@@ -228,3 +230,31 @@ def test_what_is_forgotten_is_worked_out_again(monkeypatch: pytest.MonkeyPatch) 
         kvcacheio.transfer_kv_per_layer_mla(src, memory[: ROWS * WIDTH], FROM[:1], AT[:1], size)
         assert memory[size : 2 * size].tolist() == src.flatten()[3 * size : 4 * size].tolist()
     assert len(calls._forms) <= 2
+
+
+def test_modes_and_transforms_see_no_known_call() -> None:
+    """Each is asked about transfer_kv, as it would be in a first call."""
+    dst, src = rows(1), rows(2)
+    load(dst, src)
+    with unchanged([dst]), FakeTensorMode(allow_non_fake_inputs=True):
+        load(dst, src.add_(1))
+    for each in (dst, src):
+        load(each, each.clone())
+    with unchanged([dst]), pytest.raises(ValueError, match="memory of its own, got a TwoTensor"):
+        load(TwoTensor(dst, dst), TwoTensor(src, src))
+
+    def loads_of(indices: Tensor) -> Tensor:
+        kvcacheio.transfer_kv_per_layer_mla(src, dst, indices, AT, WIDTH)
+        return indices
+
+    with unchanged([dst]), pytest.raises(RuntimeError, match="hicache::transfer_kv"):
+        torch.func.vmap(loads_of)(torch.stack([FROM, FROM]))
+
+    def loads_from(source: Tensor) -> Tensor:
+        kvcacheio.transfer_kv_per_layer_mla(source, floats, FROM, AT, 4 * WIDTH)
+        return source.sum()
+
+    floats, sources = torch.zeros(ROWS, WIDTH), torch.ones(ROWS, WIDTH)
+    loads_from(sources)
+    with unchanged([floats]), pytest.raises(RuntimeError, match="data pointer"):
+        torch.func.grad(loads_from)(sources.add_(1))
