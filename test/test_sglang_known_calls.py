@@ -232,6 +232,18 @@ def test_what_is_forgotten_is_worked_out_again(monkeypatch: pytest.MonkeyPatch) 
     assert len(calls._forms) <= 2
 
 
+def test_a_size_that_is_a_tensor() -> None:
+    """torch takes one for an int. What it holds in this call counts."""
+    dst, src, size = torch.zeros(4 * WIDTH, dtype=torch.uint8), rows(2).view(-1), torch.tensor(WIDTH)
+    one = torch.tensor([1])
+    kvcacheio.transfer_kv_per_layer_mla(src, dst, one, one, size)
+    size.fill_(4)
+    dst.zero_()
+    kvcacheio.transfer_kv_per_layer_mla(src, dst, one, one, size)
+    assert torch.equal(dst[4:8], src[4:8])
+    assert not dst[8:].any()
+
+
 def test_modes_and_transforms_see_no_known_call() -> None:
     """Each is asked about transfer_kv, as it would be in a first call."""
     dst, src = rows(1), rows(2)
