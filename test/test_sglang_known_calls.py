@@ -1,6 +1,10 @@
 """Calls of SGLang's functions that are known from an earlier one, and those that only look like it."""
 
 import gc
+import os
+import subprocess
+import sys
+import textwrap
 import weakref
 from collections.abc import Callable
 
@@ -232,6 +236,31 @@ def test_what_is_forgotten_is_worked_out_again(monkeypatch: pytest.MonkeyPatch) 
     assert len(calls._forms) <= 2
 
 
+def test_the_planes_that_are_kept_have_a_bound() -> None:
+    """One call may have a thousand of them, each of which costs some memory."""
+    plane, index = torch.zeros(1), torch.tensor([0])
+    watched = weakref.ref(plane.untyped_storage())
+    torch.ops.hicache.keep_call([], [], index, index, -1, [plane], [plane], 0, 0)
+    del plane
+    assert watched() is not None
+    others = [torch.zeros(1)] * (1 << 14)
+    torch.ops.hicache.keep_call([], [], index, index, -2, others, others, 0, 0)
+    assert watched() is None
+
+
+@pytest.mark.parametrize("written", ["first", "clone"])
+def test_memory_that_is_shared_until_it_is_written(written: str) -> None:
+    """A lazy clone has the address of the first tensor, a write to either is none to the other."""
+    first, src = rows(1), rows(2)
+    load(first, src)
+    first.zero_()
+    clone = torch._lazy_clone(first)
+    dst, other = (first, clone) if written == "first" else (clone, first)
+    load(dst, src)
+    assert torch.equal(dst[AT], src[FROM])
+    assert not other.any()
+
+
 def test_a_size_that_is_a_tensor() -> None:
     """torch takes one for an int. What it holds in this call counts."""
     dst, src, size = torch.zeros(4 * WIDTH, dtype=torch.uint8), rows(2).view(-1), torch.tensor(WIDTH)
@@ -270,3 +299,45 @@ def test_modes_and_transforms_see_no_known_call() -> None:
     loads_from(sources)
     with unchanged([floats]), pytest.raises(RuntimeError, match="data pointer"):
         torch.func.grad(loads_from)(sources.add_(1))
+
+
+FORKS = """
+    import os, signal, threading, time
+    import torch
+    from torch_hicache.integrations.sglang import kvcacheio
+
+    one, tensors = torch.tensor([0]), [torch.zeros(1) for _ in range(600)]
+    for last in tensors:  # long descriptions that differ at their ends, so that each look takes a while
+        torch.ops.hicache.keep_call(tensors, [last], one, one, 1 << 40, [], [], 0, 0)
+    unknown = torch.zeros(1)
+
+    def look():
+        while True:
+            torch.ops.hicache.transfer_known(tensors, [unknown], one, one, 1 << 40, 0)
+
+    def load():
+        kvcacheio.transfer_kv_per_layer_mla(rows, rows.clone(), one, one, 8)
+
+    rows = torch.zeros(4, 8, dtype=torch.uint8)
+    for _ in range(2):
+        threading.Thread(target=look, daemon=True).start()
+    load()
+    for _ in range(40):
+        child = os.fork()
+        if not child:
+            load()
+            os._exit(0)
+        end = time.monotonic() + 20
+        while os.waitpid(child, os.WNOHANG)[0] == 0:
+            if time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+                os._exit(1)
+            time.sleep(0.001)
+    os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_of_a_process_whose_threads_look_for_calls() -> None:
+    script = textwrap.dedent(FORKS)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=300)
