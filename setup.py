@@ -243,7 +243,7 @@ class NinjaFile:
         self.record: dict[str, dict[str, str]] = {}
         self.torch_lib = torch_dir / "lib"
         # No symbol of libtorch.so itself is used, but its name pulls in the libraries that are.
-        self.link_flags = f"-L{self.torch_lib} -Wl,--no-as-needed -ltorch -Wl,--as-needed"
+        self.link_flags = f"-L{self.torch_lib} -Wl,--no-as-needed -ltorch -Wl,--as-needed -lpthread"
         self.common = f"-std=c++17 -DTORCH_TARGET_VERSION={TORCH_TARGET} -isystem {torch_dir}/include"
         self.torch_version = torch.__version__
 
@@ -302,7 +302,7 @@ class NinjaFile:
         self.lines += [
             "rule link_cuda",
             f"  command = {nvcc} -shared -cudart static $in -o $out "
-            + f"-L{self.torch_lib} -Xlinker=--no-as-needed,-ltorch,--as-needed",
+            + f"-L{self.torch_lib} -Xlinker=--no-as-needed,-ltorch,--as-needed -lpthread",
             "  description = LINK $out",
             "",
         ]

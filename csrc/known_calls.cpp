@@ -1,5 +1,7 @@
 #include "known_calls.h"
 
+#include <pthread.h>
+
 #include <map>
 #include <memory>
 #include <mutex>
@@ -18,7 +20,8 @@ struct KnownCall {
   int64_t page_size;  // in tokens, where indices are tokens and slots are pages; 0 where both are the same
 };
 
-constexpr size_t kMostKept = 4096;  // a pool of 128 layers needs a few hundred
+constexpr size_t kMostKept = 4096;        // a pool of 128 layers needs a few hundred
+constexpr size_t kMostPlanes = 1u << 15;  // and a thousand planes; one of Python's takes 2.3 KB (2026-11-30)
 
 class KnownCalls {
  public:
@@ -32,20 +35,34 @@ class KnownCalls {
     auto kept = std::make_shared<const KnownCall>(std::move(call));
     std::map<Description, std::shared_ptr<const KnownCall>> forgotten;
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (calls_.size() >= kMostKept)
+    const size_t planes = kept->dst_planes.size() + kept->src_planes.size();
+    if (calls_.size() >= kMostKept || num_planes_ + planes > kMostPlanes) {
       forgotten.swap(calls_);
+      num_planes_ = 0;
+    }
     kept.swap(calls_[description]);
+    num_planes_ += planes;
+    if (kept != nullptr)
+      num_planes_ -= kept->dst_planes.size() + kept->src_planes.size();
+  }
+  // Around a fork, so that the child never finds the lock held by a thread that it does not have.
+  void lock() {
+    mutex_.lock();
+  }
+  void unlock() {
+    mutex_.unlock();
   }
 
  private:
   std::mutex mutex_;
+  size_t num_planes_ = 0;
   std::map<Description, std::shared_ptr<const KnownCall>> calls_;
 };
 
-KnownCalls& known_calls() {
-  static auto* calls = new KnownCalls;  // never destroyed: the planes' deleters need the interpreter
-  return *calls;
-}
+KnownCalls& known_calls = *new KnownCalls;  // never destroyed: the planes' deleters need the interpreter
+
+const int has_fork_handlers =
+    pthread_atfork([] { known_calls.lock(); }, [] { known_calls.unlock(); }, [] { known_calls.unlock(); });
 
 int32_t dtype_of(const Tensor& tensor) {
   int32_t dtype;
@@ -53,14 +70,17 @@ int32_t dtype_of(const Tensor& tensor) {
   return dtype;
 }
 
-void describe(const std::vector<Tensor>& tensors, Description& description) {
+// A tensor that shares its memory until it is written to (torch._lazy_clone) gets its own here if the call
+// `writes`, and another address with it.
+void describe(const std::vector<Tensor>& tensors, bool writes, Description& description) {
   description.push_back(static_cast<int64_t>(tensors.size()));
   for (const Tensor& tensor : tensors) {
     const auto sizes = tensor.sizes(), strides = tensor.strides();
+    const void* data = writes ? tensor.mutable_data_ptr() : tensor.const_data_ptr();
     // The number of the device, -1 for the CPU: no two kinds of accelerators give the same address.
     for (const int64_t part :
-         {static_cast<int64_t>(reinterpret_cast<intptr_t>(tensor.const_data_ptr())),
-          int64_t{tensor.get_device_index()}, int64_t{dtype_of(tensor)}, static_cast<int64_t>(sizes.size())})
+         {static_cast<int64_t>(reinterpret_cast<intptr_t>(data)), int64_t{tensor.get_device_index()},
+          int64_t{dtype_of(tensor)}, static_cast<int64_t>(sizes.size())})
       description.push_back(part);
     description.insert(description.end(), sizes.begin(), sizes.end());
     description.insert(description.end(), strides.begin(), strides.end());
@@ -106,9 +126,9 @@ void keep_call(const std::vector<Tensor>& dst, const std::vector<Tensor>& src, c
                int64_t form, const std::vector<Tensor>& dst_planes, const std::vector<Tensor>& src_planes,
                int64_t slot_dim, int64_t page_size) {
   Description description{form};
-  describe(dst, description);
-  describe(src, description);
-  known_calls().keep(description, {dst_planes, src_planes, slot_dim, page_size});
+  describe(dst, true, description);
+  describe(src, false, description);
+  known_calls.keep(description, {dst_planes, src_planes, slot_dim, page_size});
 }
 
 bool run_known_call(Transfer* transfer, PagesOf* device_pages, const std::vector<Tensor>& dst,
@@ -116,9 +136,9 @@ bool run_known_call(Transfer* transfer, PagesOf* device_pages, const std::vector
                     int64_t form, int64_t max_blocks) {
   thread_local Description description;  // its memory serves all calls
   description.assign(1, form);
-  describe(dst, description);
-  describe(src, description);
-  const std::shared_ptr<const KnownCall> call = known_calls().find(description);
+  describe(dst, true, description);
+  describe(src, false, description);
+  const std::shared_ptr<const KnownCall> call = known_calls.find(description);
   if (call == nullptr)
     return false;
   const auto run = [&](const Tensor& dst_slots, const Tensor& src_slots) {

@@ -87,7 +87,8 @@ std::string refuse_to_explain(const std::vector<Tensor>& dst, const std::vector<
   return "";
 }
 
-// Of tensors that are no plain memory, and on a device without a backend, nothing is known.
+// Of tensors that are no plain memory, in modes that look at each op (fake tensors, functorch), and on a
+// device without a backend nothing is known: what they do to a call, they do to transfer_kv.
 bool transfer_unknown(const std::vector<Tensor>&, const std::vector<Tensor>&, const Tensor&, const Tensor&,
                       int64_t, int64_t) {
   return false;
@@ -103,6 +104,16 @@ STABLE_TORCH_LIBRARY_IMPL(hicache, CompositeExplicitAutograd, m) {
   m.impl("transfer_known", TORCH_BOX(&hicache::transfer_unknown));
   m.impl("keep_call", TORCH_BOX(&hicache::keep_nothing));
 }
+
+#define HICACHE_KNOW_NOTHING(key)                                    \
+  STABLE_TORCH_LIBRARY_IMPL(hicache, key, m) {                       \
+    m.impl("transfer_known", TORCH_BOX(&hicache::transfer_unknown)); \
+    m.impl("keep_call", TORCH_BOX(&hicache::keep_nothing));          \
+  }
+HICACHE_KNOW_NOTHING(Python)
+HICACHE_KNOW_NOTHING(FuncTorchDynamicLayerFrontMode)
+HICACHE_KNOW_NOTHING(Functionalize)
+HICACHE_KNOW_NOTHING(ZeroTensor)
 
 #define HICACHE_REFUSE(key, reason)                                             \
   STABLE_TORCH_LIBRARY_IMPL(hicache, key, m) {                                  \

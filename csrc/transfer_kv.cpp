@@ -384,6 +384,9 @@ void add_pair(TransferArgs& args, const View& dst, const View& src, int64_t slot
   const void* src_data;
   TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(dst.handle, &dst_data));
   TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(src.handle, &src_data));
+  for (const auto& [data, name] : {std::pair<const void*, const char*>(dst_data, "dst"), {src_data, "src"}})
+    if (data == nullptr)
+      throw_value_error(name, "[", position, "] has no memory (a storage resized to 0?).");
   args.dst_extents.push_back(extent_of(dst, static_cast<char*>(dst_data), position));
   args.src_extents.push_back(extent_of(src, static_cast<const char*>(src_data), position));
   const PlaneAddress plane{const_cast<char*>(reachable_address(args, dst, args.dst_extents.back(), "dst", map)),

@@ -190,6 +190,15 @@ def test_quantised_and_nested_tensors_are_refused() -> None:
         transfer_kv([sparse("meta", 9, 4)], [sparse("meta", 9, 4)], at, at)
 
 
+@pytest.mark.parametrize("side", ["dst", "src"])
+def test_a_storage_resized_to_nothing_is_refused(side: str) -> None:
+    index = torch.tensor([0])
+    sides = {name: torch.zeros(4, 8) for name in ("dst", "src")}
+    sides[side].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=rf"{side}\[0\] has no memory"):
+        transfer_kv([sides["dst"]], [sides["src"]], index, index)
+
+
 def test_a_bad_pair_late_in_a_long_list_moves_nothing(device: str) -> None:
     dst = [pool(device, 9, 4) for _ in range(200)]
     src = [pool(device, 8, 4) for _ in range(199)] + [pool(device, 8, 3)]

@@ -25,6 +25,8 @@ from sglang_pools import (
     table_of,
 )
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_hicache import check_errors
 from torch_hicache.integrations.sglang import addresses, jit, kvcacheio, plugin
@@ -308,6 +310,53 @@ def test_pages_are_kept_as_long_as_their_indices() -> None:
         assert vars(copy.deepcopy(tokens)) == {}
         del tokens
         assert len(plugin._pages) == kept
+
+
+def test_pages_of_an_inference_tensor_are_those_of_now() -> None:
+    planes = plugin.PoolPlanes(types.SimpleNamespace(page_size=PAGE, layout="page_head"), [], {})
+    with torch.inference_mode():
+        tokens = pages([2, 0])
+        assert planes.indices(tokens, "indices").tolist() == [2, 0]
+        tokens += PAGE
+        assert planes.indices(tokens, "indices").tolist() == [3, 1]
+
+
+def test_pages_while_another_device_is_the_default() -> None:
+    tokens = pages([3, 1])
+    with torch.device("meta"):
+        assert page_indices(tokens, PAGE, "indices").tolist() == [3, 1]
+
+
+def _resized_to_nothing(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+NO_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
+    "fake": lambda tensor: FakeTensorMode().from_tensor(tensor),
+    "wrapper": lambda tensor: TwoTensor(tensor, tensor),
+    "zeros_that_are_none": lambda tensor: torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype),
+    "resized_to_nothing": _resized_to_nothing,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("side", ["dst", "src"])
+@pytest.mark.parametrize("made", NO_MEMORY.values(), ids=NO_MEMORY)
+def test_tensors_without_memory(made: Callable[[Tensor], Tensor], side: str) -> None:
+    index = torch.tensor([0])
+    good, bad = torch.zeros(4, 8, dtype=torch.uint8), made(torch.zeros(4, 8, dtype=torch.uint8))
+    dst, src = (bad, good) if side == "dst" else (good, bad)
+    with unchanged([good]), pytest.raises(ValueError, match=f"{side} must have memory of its own"):
+        kvcacheio.transfer_kv_per_layer_mla(src, dst, index, index, 8)
+
+
+def test_quantized_tensors() -> None:
+    index = torch.tensor([0])
+    bad = torch.quantize_per_tensor(torch.zeros(4, 8), 1.0, 0, torch.quint8)
+    good = torch.zeros(4, 8, dtype=torch.uint8)
+    with unchanged([good]), pytest.raises(ValueError, match="got a quantized tensor"):
+        kvcacheio.transfer_kv_per_layer_mla(bad, good, index, index, 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

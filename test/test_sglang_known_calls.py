@@ -1,6 +1,10 @@
 """Calls of SGLang's functions that are known from an earlier one, and those that only look like it."""
 
 import gc
+import os
+import subprocess
+import sys
+import textwrap
 import weakref
 from collections.abc import Callable
 
@@ -8,6 +12,8 @@ import pytest
 import torch
 from sglang_pools import DIM, DTYPE, HEADS, ITEM, PAGE, pages
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_hicache.integrations.sglang import calls, kvcacheio
 from torch_hicache.testing import fill_pool, unchanged
@@ -228,3 +234,110 @@ def test_what_is_forgotten_is_worked_out_again(monkeypatch: pytest.MonkeyPatch) 
         kvcacheio.transfer_kv_per_layer_mla(src, memory[: ROWS * WIDTH], FROM[:1], AT[:1], size)
         assert memory[size : 2 * size].tolist() == src.flatten()[3 * size : 4 * size].tolist()
     assert len(calls._forms) <= 2
+
+
+def test_the_planes_that_are_kept_have_a_bound() -> None:
+    """One call may have a thousand of them, each of which costs some memory."""
+    plane, index = torch.zeros(1), torch.tensor([0])
+    watched = weakref.ref(plane.untyped_storage())
+    torch.ops.hicache.keep_call([], [], index, index, -1, [plane], [plane], 0, 0)
+    del plane
+    assert watched() is not None
+    others = [torch.zeros(1)] * (1 << 14)
+    torch.ops.hicache.keep_call([], [], index, index, -2, others, others, 0, 0)
+    assert watched() is None
+
+
+@pytest.mark.parametrize("written", ["first", "clone"])
+def test_memory_that_is_shared_until_it_is_written(written: str) -> None:
+    """A lazy clone has the address of the first tensor, a write to either is none to the other."""
+    first, src = rows(1), rows(2)
+    load(first, src)
+    first.zero_()
+    clone = torch._lazy_clone(first)
+    dst, other = (first, clone) if written == "first" else (clone, first)
+    load(dst, src)
+    assert torch.equal(dst[AT], src[FROM])
+    assert not other.any()
+
+
+def test_a_size_that_is_a_tensor() -> None:
+    """torch takes one for an int. What it holds in this call counts."""
+    dst, src, size = torch.zeros(4 * WIDTH, dtype=torch.uint8), rows(2).view(-1), torch.tensor(WIDTH)
+    one = torch.tensor([1])
+    kvcacheio.transfer_kv_per_layer_mla(src, dst, one, one, size)
+    size.fill_(4)
+    dst.zero_()
+    kvcacheio.transfer_kv_per_layer_mla(src, dst, one, one, size)
+    assert torch.equal(dst[4:8], src[4:8])
+    assert not dst[8:].any()
+
+
+def test_modes_and_transforms_see_no_known_call() -> None:
+    """Each is asked about transfer_kv, as it would be in a first call."""
+    dst, src = rows(1), rows(2)
+    load(dst, src)
+    with unchanged([dst]), FakeTensorMode(allow_non_fake_inputs=True):
+        load(dst, src.add_(1))
+    for each in (dst, src):
+        load(each, each.clone())
+    with unchanged([dst]), pytest.raises(ValueError, match="memory of its own, got a TwoTensor"):
+        load(TwoTensor(dst, dst), TwoTensor(src, src))
+
+    def loads_of(indices: Tensor) -> Tensor:
+        kvcacheio.transfer_kv_per_layer_mla(src, dst, indices, AT, WIDTH)
+        return indices
+
+    with unchanged([dst]), pytest.raises(RuntimeError, match="hicache::transfer_kv"):
+        torch.func.vmap(loads_of)(torch.stack([FROM, FROM]))
+
+    def loads_from(source: Tensor) -> Tensor:
+        kvcacheio.transfer_kv_per_layer_mla(source, floats, FROM, AT, 4 * WIDTH)
+        return source.sum()
+
+    floats, sources = torch.zeros(ROWS, WIDTH), torch.ones(ROWS, WIDTH)
+    loads_from(sources)
+    with unchanged([floats]), pytest.raises(RuntimeError, match="data pointer"):
+        torch.func.grad(loads_from)(sources.add_(1))
+
+
+FORKS = """
+    import os, signal, threading, time
+    import torch
+    from torch_hicache.integrations.sglang import kvcacheio
+
+    one, tensors = torch.tensor([0]), [torch.zeros(1) for _ in range(600)]
+    for last in tensors:  # long descriptions that differ at their ends, so that each look takes a while
+        torch.ops.hicache.keep_call(tensors, [last], one, one, 1 << 40, [], [], 0, 0)
+    unknown = torch.zeros(1)
+
+    def look():
+        while True:
+            torch.ops.hicache.transfer_known(tensors, [unknown], one, one, 1 << 40, 0)
+
+    def load():
+        kvcacheio.transfer_kv_per_layer_mla(rows, rows.clone(), one, one, 8)
+
+    rows = torch.zeros(4, 8, dtype=torch.uint8)
+    for _ in range(2):
+        threading.Thread(target=look, daemon=True).start()
+    load()
+    for _ in range(40):
+        child = os.fork()
+        if not child:
+            load()
+            os._exit(0)
+        end = time.monotonic() + 20
+        while os.waitpid(child, os.WNOHANG)[0] == 0:
+            if time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+                os._exit(1)
+            time.sleep(0.001)
+    os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_of_a_process_whose_threads_look_for_calls() -> None:
+    script = textwrap.dedent(FORKS)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=300)

@@ -51,11 +51,14 @@ def check_tensor(tensor: Tensor, name: str, *, writes: bool = False) -> None:
     """Refuse what transfer_kv refuses: an address no longer shows it.
 
     Raises:
-        ValueError: no strided tensor, a conjugate or negated view, a scalar, or (if the call `writes` to
-            it, in grad mode) one that requires grad.
+        ValueError: no strided tensor, a quantized one, a conjugate or negated view, a scalar, one without
+            memory of its own (a fake tensor, a wrapper of others, a storage resized to 0), or (if the
+            call `writes` to it, in grad mode) one that requires grad.
     """
     if tensor.layout is not _STRIDED or tensor.is_nested:
         raise bad(f"{name} must be a strided tensor, got {tensor.layout}.")
+    if tensor.is_quantized:
+        raise bad(f"{name} must hold its values (int_repr), got a quantized tensor.")
     if tensor.is_conj() or tensor.is_neg():
         raise bad(
             f"{name} must hold its values (resolve_conj, resolve_neg), got a view that changes them."
@@ -64,6 +67,8 @@ def check_tensor(tensor: Tensor, name: str, *, writes: bool = False) -> None:
         raise bad(f"{name} must not require grad, got one that does; use torch.no_grad() or detach it.")
     if not tensor.dim():
         raise bad(f"{name} must have a dimension of tokens or pages, got a scalar.")
+    if tensor.numel() and not tensor.is_meta and not tensor.data_ptr():
+        raise bad(f"{name} must have memory of its own, got a {type(tensor).__name__} without.")
 
 
 # --- Planes -------------------------------------------------------------------------------------

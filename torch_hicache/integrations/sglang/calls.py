@@ -2,7 +2,8 @@
 
 What is kept of one (csrc/known_calls.cpp) is found by its form and by address, device, dtype, sizes and
 strides of all its tensors, as they are in that call: whoever passes tensors that equal in all of these
-passes the memory that the planes describe. What is kept of memory that is gone is never used again.
+passes the memory that the planes describe. What is kept of memory that is gone is never used again. A
+table's tensor doesn't hold the memory at its addresses: whoever passes the table sees to that.
 """
 
 import itertools
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hicache.integrations.sglang.addresses import Call, Side, bad
+from torch_hicache.integrations.sglang.addresses import AddressTable, Call, Side, bad
 from torch_hicache.integrations.sglang.pages import page_indices
 
 transfer_kv = torch.ops.hicache.transfer_kv.default
@@ -58,12 +59,14 @@ def run(
 ) -> None:
     """transfer_kv, of which a kernel takes `block_quota` blocks at most. From now on the call is known.
 
+    Not so if a size is no int: a tensor of one element, which torch takes for one, may change.
     With a `page_size`, indices are tokens, while slots of the planes are pages.
     """
-    if len(_forms) >= _MOST_FORMS:
-        _forms.clear()
-    number = _forms.setdefault(form, next(_numbers))
-    if page_size < 1 << 63:
+    is_constant = all(part is None or type(part) in (int, AddressTable) for part in form)
+    if is_constant and page_size < 1 << 63:
+        if len(_forms) >= _MOST_FORMS:
+            _forms.clear()
+        number = _forms.setdefault(form, next(_numbers))
         planes = call.dst, call.src, call.slot_dim
         _keep_call(dst, src, dst_indices, src_indices, number, *planes, page_size)
     if page_size:

@@ -1,7 +1,5 @@
 """Token indices as page indices. A page layout has no address of a token that is one stride away."""
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -27,7 +25,7 @@ def page_indices(indices: Tensor, page_size: int, name: str) -> Tensor:
         return torch.empty_like(indices, dtype=torch.int64)
     if not indices.is_cpu:
         return torch.ops.hicache.page_indices(indices, page_size)
-    pages, is_bad = _pages_of(indices, page_size, _offsets(page_size))
+    pages, is_bad = _pages_of(indices, page_size)
     if is_bad.any():
         at = int(is_bad.flatten().nonzero()[0])
         raise bad(
@@ -40,23 +38,19 @@ def page_indices(indices: Tensor, page_size: int, name: str) -> Tensor:
 @torch.library.impl("hicache::page_indices", "default")
 def _page_indices(indices: Tensor, page_size: int) -> Tensor:
     """On accelerators without a kernel for it."""
-    pages, is_bad = _pages_of(indices, page_size, torch.arange(page_size, device=indices.device))
+    pages, is_bad = _pages_of(indices, page_size)
     return pages.masked_fill(is_bad.any(1), BAD_PAGE)
 
 
-def _pages_of(indices: Tensor, page_size: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
+def _pages_of(indices: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
     """The pages that the first tokens name, and which tokens of each are not theirs."""
     if indices.dtype != torch.int64:
         indices = indices.long()
     pages = indices[::page_size].div(page_size, rounding_mode="floor")
+    offsets = torch.arange(page_size, device=indices.device)
     tokens, column = indices.reshape(-1, page_size), pages.unsqueeze(1)
     # The larger of both is page * page_size + offset where the page is not negative, and -1 for page -1.
     return pages, tokens != torch.maximum(column, torch.add(offsets, column, alpha=page_size))
-
-
-@functools.cache
-def _offsets(page_size: int) -> Tensor:
-    return torch.arange(page_size)
 
 
 def check_indices(indices: Tensor, name: str) -> None:

@@ -84,10 +84,13 @@ class PoolPlanes:
     def indices(self, indices: Tensor, name: str) -> Tensor:
         """Of pages where the layout has no tokens: once for all layers of a submission.
 
-        SGLang makes index tensors anew for each submission. The pages are kept with them, for one stream.
+        SGLang makes index tensors anew for each submission. The pages are kept with them, for one stream,
+        but not with an inference tensor, which does not count who writes to it.
         """
         if not self.in_pages:
             return indices
+        if indices.is_inference():
+            return page_indices(indices, self.page_size, name)
         stream = None if indices.is_cpu else torch.accelerator.current_stream(indices.device)
         key = self.page_size, stream, version_of(indices)
         known = _pages.get(id(indices))
