@@ -13,8 +13,8 @@ sim.hip_sim_launches.restype = ctypes.c_long
 sim.hip_sim_waiting.restype = ctypes.c_size_t
 
 KEY = os.environ["HIP_SIM_KEY"]
-device = {"PrivateUse1": "hipsim", "CUDA": "cuda"}[KEY]
-if KEY == "CUDA":  # torch asks once, when it starts, who answers for CUDA
+device = {"PrivateUse1": "hipsim", "CUDA": "cuda", "HIP": "hip"}[KEY]
+if KEY != "PrivateUse1":  # torch asks once, when it starts, who answers for CUDA, or for HIP
     ctypes.CDLL(os.environ["HIP_SIM_DEVICE"], mode=ctypes.RTLD_GLOBAL)
 
 import torch  # noqa: E402
@@ -51,6 +51,8 @@ class DeviceModule(types.ModuleType):
 if KEY == "PrivateUse1":
     torch.utils.rename_privateuse1_backend(device)
     torch.ops.load_library(os.environ["HIP_SIM_DEVICE"])
+    torch._register_device_module(device, DeviceModule(f"torch.{device}"))
+elif KEY == "HIP":
     torch._register_device_module(device, DeviceModule(f"torch.{device}"))
 else:  # as on a torch for ROCm, of which this torch has nothing but the name
     os.environ["HICACHE_HIP_KEY"] = KEY

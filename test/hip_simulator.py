@@ -94,6 +94,7 @@ def torch_device(key: str = "PrivateUse1") -> Path:
     torch_folder = Path(torch.__file__).parent
     include = torch_folder / "include"
     flags = ["-O1", "-w", f"-DHIP_SIM_KEY={key}", f"-DHIP_SIM_IS_PRIVATE={int(key == 'PrivateUse1')}"]
+    flags += [f"-DHIP_SIM_IS_HIP={int(key == 'HIP')}"]
     for folder_name in (include, include / "torch" / "csrc" / "api" / "include"):
         flags += ["-isystem", str(folder_name)]
     libraries = torch_folder / "lib"

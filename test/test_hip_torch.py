@@ -86,3 +86,37 @@ def test_the_cuda_device_of_a_torch_for_rocm() -> None:
         """,
         "CUDA",
     )
+
+
+def test_the_device_type_that_torch_calls_hip() -> None:
+    """Nobody ships a backend for it; the op's key is HIP there, found without being told."""
+    passes(
+        """
+        backend = torch_hicache.backends()[2]
+        assert (backend.name, backend.key, backend.loaded) == ("hip", "HIP", True), backend
+        assert torch.accelerator.current_accelerator().type == "hip"
+        assert source.device == torch.device("hip", 0)
+        load(pool, source, at, places)
+        assert is_loaded()
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        arguments = ([pool], [source], at, places), {"slot_dim": 1}
+        torch.library.opcheck(torch.ops.hicache.transfer_kv.default, *arguments, test_utils=checks)
+        load(pool, source, at + 30, places)
+        try:
+            torch_hicache.check_errors(device)
+        except IndexError as error:
+            assert "on hip:0: dst_indices[0] is 33, out of range for 32 slots" in str(error), error
+        else:
+            raise AssertionError("nothing was raised")
+        """,
+        "HIP",
+    )
+
+
+@pytest.mark.slow
+def test_the_suite_of_the_op_on_the_device_type_that_torch_calls_hip() -> None:
+    env = hip_simulator.environment(key="HIP")
+    only = "hip-load-cpu_indices or hip-store-device_indices or hip-load_view-src_indices_on_device"
+    done = hip_simulator.run_suite(["test_transfer_kv.py", "test_indices.py"], env, only)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout

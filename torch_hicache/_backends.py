@@ -219,7 +219,21 @@ def _load_hip(build: dict[str, dict[str, Any]]) -> Backend:
     register.argtypes, register.restype = [ctypes.c_char_p], ctypes.c_char_p
     if failure := register(key.encode()):
         return missing(failure.decode(), "build torch_hicache again against this torch")
+    if key == "HIP":
+        _skip_autograd_of_hip()
     return Backend("hip", key, True, True, details=details)
+
+
+def _skip_autograd_of_hip() -> None:
+    """A call with tensors of HIP and of the CPU reaches AutogradHIP, where torch has no fallback.
+
+    That key has no name of its own.
+    """
+    library = torch.library.Library("hicache", "IMPL")
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("hicache::"):
+            library.impl(name.partition("::")[2], torch.library.fallthrough_kernel, "Autograd")
+    _fallbacks.append(library)
 
 
 def _register_fallback(backend: Backend, key: str) -> None:

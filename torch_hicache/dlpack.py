@@ -56,6 +56,8 @@ def _device_number(device: torch.device) -> int:
         return _DL_CPU
     if device.type == "cuda":
         return _DL_CUDA if torch.version.hip is None else _DL_ROCM
+    if device.type == "hip":  # which torch makes of that number, unless it is built for ROCm
+        return _DL_ROCM
     if device.type == torch._C._get_privateuse1_backend_name():
         return _DL_EXTENSION
     raise ValueError(f"[device_view] tensors on {device} can't be made from an address.")

@@ -2,11 +2,13 @@
 // Copies between contiguous tensors are queued; every other operation waits and lets the CPU work on the
 // GPU's own bytes.
 //
-// HIP_SIM_KEY is the dispatch key and the device type: PrivateUse1, or CUDA as on a torch for ROCm;
-// HIP_SIM_IS_PRIVATE says whether it is the first.
+// HIP_SIM_KEY is the dispatch key and the device type: PrivateUse1, CUDA as on a torch for ROCm, or HIP,
+// torch's own type for such GPUs; HIP_SIM_IS_PRIVATE and HIP_SIM_IS_HIP say whether it is the first or the
+// last.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/HIPHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
@@ -33,6 +35,8 @@ int hip_sim_has_happened(hipEvent_t event);
 
 #if HIP_SIM_IS_PRIVATE
 #define HIP_SIM_HOOKS at::PrivateUse1HooksInterface
+#elif HIP_SIM_IS_HIP
+#define HIP_SIM_HOOKS at::HIPHooksInterface
 #else
 #define HIP_SIM_HOOKS at::CUDAHooksInterface
 #endif
@@ -224,6 +228,11 @@ struct Hooks final : HIP_SIM_HOOKS {
   at::Generator getNewGenerator(c10::DeviceIndex) const override {
     return at::detail::getDefaultCPUGenerator().clone();
   }
+#elif HIP_SIM_IS_HIP
+  explicit Hooks(at::HIPHooksArgs) {}
+  bool hasHIP() const override {
+    return true;
+  }
 #else
   explicit Hooks(at::CUDAHooksArgs) {}
   bool hasCUDA() const override {
@@ -266,7 +275,11 @@ struct Hooks final : HIP_SIM_HOOKS {
     return at::detail::getDefaultCPUGenerator();
   }
 };
-#if !HIP_SIM_IS_PRIVATE
+#if HIP_SIM_IS_HIP
+using at::HIPHooksRegistry;
+using at::RegistererHIPHooksRegistry;
+C10_REGISTER_CLASS(HIPHooksRegistry, HIPHooks, Hooks)
+#elif !HIP_SIM_IS_PRIVATE
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
 C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks)
