@@ -213,7 +213,9 @@ def target_table(records: list[Row]) -> list[str]:
     return [
         f"{machine['device']}, torch {machine['torch']}, at commits {commits}. Load / store; CE is one "
         "cudaMemcpyAsync of 1 GiB pinned memory in the same run. All figures, and which run they are of: "
-        "[docs/figures.md](docs/figures.md).",
+        "[docs/figures.md](docs/figures.md). Targets are what we set out to reach "
+        "(benchmark/targets.py). The best peer is what SGLang 0.5.23, or torch, reached on "
+        "such a machine: typed in from runs that no record is kept of.",
         "",
         *table(["what", "target", "measured", "best peer"], rows),
     ]

@@ -478,6 +478,9 @@ TransferArgs plan_transfer(const std::vector<Tensor>& dst, const std::vector<Ten
   if (dst.size() != src.size())
     throw_value_error("dst and src must have the same number of tensors, got ", dst.size(), " and ", src.size(),
                       ".");
+  // A schema's Tensor takes None from Python.
+  if (!dst_indices.defined() || !src_indices.defined())
+    throw_value_error(dst_indices.defined() ? "src" : "dst", "_indices must be a tensor, got None.");
   const View dst_index(dst_indices), src_index(src_indices);
   check_indices(dst_index, "dst_indices");
   check_indices(src_index, "src_indices");

@@ -36,6 +36,18 @@ def test_bad_calls_move_nothing_and_fakes_say_the_same(device: str, name: str) -
     assert fake_text_of(BAD_CALLS[name], device) == text
 
 
+@pytest.mark.parametrize("side", ["dst", "src"])
+def test_indices_that_are_none(device: str, side: str) -> None:
+    """A schema's Tensor takes None from Python; the typed call refuses it before."""
+    call = arguments(device, {f"{side}_indices": None})
+    text = f"{side}_indices must be a tensor, got None"
+    with unchanged(call["dst"]), pytest.raises(ValueError, match=text):
+        run(dict(call))
+    indices = call["dst_indices"], call["src_indices"]
+    with pytest.raises(TypeError):
+        torch_hicache.transfer_kv(call["dst"], call["src"], *indices)
+
+
 def test_a_good_call_of_the_table_is_good(device: str) -> None:
     run(arguments(device, {}))
     assert fake_text_of(lambda device: {}, device) == "nothing was raised"

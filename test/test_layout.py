@@ -169,3 +169,10 @@ def test_bad_arguments_are_refused() -> None:
 def test_row_bytes_count_every_dimension() -> None:
     assert PlaneSpec("key", (8, 128), torch.bfloat16).row_bytes == 2048
     assert PlaneSpec("latent", (1, 576), torch.float8_e4m3fn).row_bytes == 576
+
+
+def test_a_plane_of_no_shape_or_dtype_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"row_shape must be a tuple of sizes, got 8"):
+        PlaneSpec("key", 8, torch.bfloat16)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"dtype must be a torch.dtype, got 'bf16'"):
+        PlaneSpec("key", (8,), "bf16")  # type: ignore[arg-type]

@@ -341,3 +341,18 @@ FORKS = """
 def test_a_child_of_a_process_whose_threads_look_for_calls() -> None:
     script = textwrap.dedent(FORKS)
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=300)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_is_no_tensor_is_named(is_known: bool) -> None:
+    layers = [torch.zeros(8, 2, 4) for _ in "kv"]
+    pool = [torch.zeros(8, 3, 2, 4) for _ in "kv"]
+    at = torch.arange(2)
+    good = (pool[0], layers[0], pool[1], layers[1], at, at, 1, 32, 96)
+    if is_known:
+        kvcacheio.transfer_kv_per_layer_pf_lf(*good)
+    for place, name in enumerate(("src_k", "dst_k", "src_v", "dst_v", "src_indices", "dst_indices")):
+        for wrong in (None, [1], "x"):
+            call = [*good[:place], wrong, *good[place + 1 :]]
+            with pytest.raises(TypeError, match=rf"\[sglang\] {name} must be a tensor, got"):
+                kvcacheio.transfer_kv_per_layer_pf_lf(*call)

@@ -37,7 +37,15 @@ class PlaneSpec:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "row_shape", tuple(self.row_shape))  # a list or a torch.Size will do
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"[layout] dtype must be a torch.dtype, got {self.dtype!r}.")
+        try:
+            shape = tuple(self.row_shape)  # a list or a torch.Size will do
+        except TypeError:
+            raise TypeError(
+                f"[layout] row_shape must be a tuple of sizes, got {self.row_shape!r}."
+            ) from None
+        object.__setattr__(self, "row_shape", shape)
 
     @property
     def row_bytes(self) -> int:

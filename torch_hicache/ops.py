@@ -72,7 +72,7 @@ def transfer_kv(
             method=method,
             max_blocks=max_blocks,
         )
-    except RuntimeError:  # asked only now: a good call pays nothing for it
+    except (RuntimeError, ValueError):  # asked only now: a good call pays nothing for it
         lists, tensors = (
             {"dst": dst, "src": src},
             {"dst_indices": dst_indices, "src_indices": src_indices},

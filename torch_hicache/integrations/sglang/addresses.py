@@ -47,14 +47,25 @@ class Call:
     slot_dim: int
 
 
+def check_type(tensor: object, name: str) -> None:
+    """
+    Raises:
+        TypeError: no tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"[sglang] {name} must be a tensor, got {type(tensor).__name__}.")
+
+
 def check_tensor(tensor: Tensor, name: str, *, writes: bool = False) -> None:
     """Refuse what transfer_kv refuses: an address no longer shows it.
 
     Raises:
+        TypeError: no tensor.
         ValueError: no strided tensor, a quantized one, a conjugate or negated view, a scalar, one without
             memory of its own (a fake tensor, a wrapper of others, a storage resized to 0), or (if the
             call `writes` to it, in grad mode) one that requires grad.
     """
+    check_type(tensor, name)
     if tensor.layout is not _STRIDED or tensor.is_nested:
         raise bad(f"{name} must be a strided tensor, got {tensor.layout}.")
     if tensor.is_quantized:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hicache.integrations.sglang.addresses import AddressTable, Call, Side, bad
+from torch_hicache.integrations.sglang.addresses import AddressTable, Call, Side, bad, check_type
 from torch_hicache.integrations.sglang.pages import page_indices
 
 transfer_kv = torch.ops.hicache.transfer_kv.default
@@ -41,10 +41,15 @@ def run_known(
     number = _forms.get(form)
     if number is None or (block_quota is not None and not 1 <= block_quota < 1 << 63):
         return False
-    for tensor in dst:
-        if tensor.requires_grad and torch.is_grad_enabled():
-            return False
-    return _transfer_known(dst, src, dst_indices, src_indices, number, block_quota or 0)
+    try:
+        for tensor in dst:
+            if tensor.requires_grad and torch.is_grad_enabled():
+                return False
+        return _transfer_known(dst, src, dst_indices, src_indices, number, block_quota or 0)
+    except (AttributeError, RuntimeError, ValueError):
+        if all(isinstance(tensor, Tensor) for tensor in (*dst, *src, dst_indices, src_indices)):
+            raise
+        return False
 
 
 def run(
@@ -62,6 +67,8 @@ def run(
     Not so if a size is no int: a tensor of one element, which torch takes for one, may change.
     With a `page_size`, indices are tokens, while slots of the planes are pages.
     """
+    check_type(dst_indices, "dst_indices")
+    check_type(src_indices, "src_indices")
     is_constant = all(part is None or type(part) in (int, AddressTable) for part in form)
     if is_constant and page_size < 1 << 63:
         if len(_forms) >= _MOST_FORMS:
