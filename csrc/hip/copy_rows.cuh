@@ -38,7 +38,7 @@ constexpr uint32_t kNoEntry = ~uint32_t{0};
 // Entries that move of this launch: `count` clamped to the call's entries.
 __device__ inline uint32_t read_count(const CopyParams& params) {
   const int64_t given = params.count.data == nullptr ? params.num_entries : read_index(params.count, 0);
-  const int64_t count = given > params.num_entries ? params.num_entries : given;
+  const int64_t count = given < 0 ? 0 : given > params.num_entries ? params.num_entries : given;
   const int64_t left = count - params.first_entry;
   return left <= 0 ? 0 : left > kNoEntry ? kNoEntry : static_cast<uint32_t>(left);
 }
