@@ -133,7 +133,8 @@ void for_each_launch(const Box& box, const Launch& launch, int64_t max_bytes = k
     return;
   }
   const int vector_bytes = vector_bytes_of(box);
-  const int64_t max_units = std::min(max_bytes / vector_bytes, kMaxLaunchUnits);
+  // By bytes: packed in a buffer (compact_box), the same rows may have no wider vectors than these.
+  const int64_t max_units = std::min(max_bytes, kMaxLaunchUnits) / vector_bytes;
   int64_t units = (box.chunk_bytes + vector_bytes - 1) / vector_bytes;
   if (units > max_units) {  // one chunk is more than a launch
     const int64_t piece_bytes = max_units * vector_bytes;

@@ -72,11 +72,10 @@ __device__ inline bool check_slots(const CopyParams& params, int64_t dst_slot, i
 // Not inlined: it is rare, and the copy loop has no registers to spare for it.
 static __device__ __noinline__ void report_bad_entry(const CopyParams& params, int64_t position) {
   const int64_t dst_slot = read_dst_slot(params, position);
-  if (dst_slot < -1 || dst_slot >= params.dst_slots)
-    record_error(params.errors, BadValue::kDstIndex, position, dst_slot, params.dst_slots);
-  else
-    record_error(params.errors, BadValue::kSrcIndex, position, read_src_slot(params, position),
-                 params.src_slots);
+  const int64_t src_slot = read_src_slot(params, position);
+  const bool is_dst = dst_slot < -1 || dst_slot >= params.dst_slots;
+  record_error(params.errors, is_dst ? BadValue::kDstIndex : BadValue::kSrcIndex, position,
+               is_dst ? dst_slot : src_slot, is_dst ? params.dst_slots : params.src_slots);
 }
 
 // Where a unit lies, apart from its slots.

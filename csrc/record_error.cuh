@@ -11,7 +11,9 @@ namespace hicache {
 // Rare, so simple: a spin lock. A lane that holds the lock must not wait for another of its wavefront or warp
 // that wants it, and compilers move the critical section behind the loop, where no lane arrives before all have
 // had the lock: on AMD's GPUs for certain, on NVIDIA's where their scheduler does not part the lanes in time.
-// So only the lane with the first position takes part.
+// So only the lane with the first position takes part. Branches that part the lanes must not have a call each:
+// compilers merge the ends of both critical sections, and the lane that one has elected waits there for the
+// other's, which wants the lock.
 __device__ inline void record_error(const ErrorSink& sink, BadValue what, int64_t position, int64_t value,
                                     int64_t limit) {
   if (!has_least_of_lockstep(position))

@@ -91,6 +91,16 @@ except IndexError as error:
 else:
     raise AssertionError("nothing was raised")
 torch_hicache.check_errors(device)
+sources = torch.zeros_like(at)
+at[:] = 1
+at[7::9], sources[5::9] = 9999, -2  # both kinds in one wavefront
+torch.ops.hicache.transfer_kv([pool], [pool.clone()], at, sources)
+try:
+    torch_hicache.check_errors(device)
+except IndexError as error:
+    assert "src_indices[5] is -2, out of range for 64 slots" in str(error), error
+else:
+    raise AssertionError("nothing was raised")
 count = torch.tensor(7000, device=device)
 torch.ops.hicache.transfer_kv([pool], [pool.clone()], at[1:2], at[1:2], count=count)
 try:
@@ -192,6 +202,16 @@ MUTANTS = {
         "if (false)",
         BAD,
         "a wave that does not end",
+    ),
+    "each kind of bad index has a critical section of its own": (
+        "hip/copy_rows.cuh",
+        "const auto src_slot = to_slot<int64_t>(src, read_slot(src, entry));",
+        "if (dst_slot < -1 || dst_slot >= params.dst_slots)\n"
+        "    return record_error(params.errors, BadValue::kDstIndex, params.first_entry + entry,\n"
+        "                        dst_slot, params.dst_slots);\n"
+        "  const auto src_slot = to_slot<int64_t>(src, read_slot(src, entry));",
+        BAD,
+        "a wave that does not end|dst_indices[7] is 9999",
     ),
     "an instruction without a meaning here": (
         "hip/copy_rows.cuh",

@@ -226,6 +226,25 @@ def test_capture() -> None:
     """)
 
 
+def test_a_count_below_all_others_moves_nothing() -> None:
+    """Also of a call's later launches, whose first entry is taken off it."""
+    passes(
+        """
+        pool = torch.zeros(1, 129 << 20, dtype=torch.uint8, device=device)
+        source = torch.ones(1, 129 << 20, dtype=torch.uint8).to(device)
+        at, count = torch.zeros(3, dtype=torch.int64).to(device), torch.tensor(-(1 << 63)).to(device)
+        torch.ops.hicache.transfer_kv([pool], [source], at, at, count=count)
+        try:
+            torch_hicache.check_errors(device)
+        except IndexError as error:
+            assert f"count is {-(1 << 63)}, outside 0 to 3, and was clamped" in str(error), error
+        else:
+            raise AssertionError("nothing was raised")
+        assert not pool.cpu().any()
+        """
+    )
+
+
 def test_an_unknown_key() -> None:
     """Nothing is registered then, and `backends()` says why."""
     env = hip_simulator.environment(HICACHE_HIP_KEY="Meta")

@@ -38,7 +38,7 @@ constexpr uint32_t kNoEntry = ~uint32_t{0};
 // Entries that move of this launch: `count` clamped to the call's entries.
 __device__ inline uint32_t read_count(const CopyParams& params) {
   const int64_t given = params.count.data == nullptr ? params.num_entries : read_index(params.count, 0);
-  const int64_t count = given > params.num_entries ? params.num_entries : given;
+  const int64_t count = given < 0 ? 0 : given > params.num_entries ? params.num_entries : given;
   const int64_t left = count - params.first_entry;
   return left <= 0 ? 0 : left > kNoEntry ? kNoEntry : static_cast<uint32_t>(left);
 }
@@ -108,15 +108,11 @@ __device__ inline bool check_slots(const CopyParams& params, Slot dst_slot, Slot
 // Rare: where a vendor's calls are cheap it is not inlined, since the copy loop has no registers to spare.
 static __device__ HICACHE_RARE void report_bad_entry(const CopyParams& params, const Slots& dst,
                                                      const Slots& src, uint32_t entry) {
-  const int64_t position = params.first_entry + entry;
-  StoredSlot stored = read_slot(dst, entry);
-  const auto dst_slot = to_slot<int64_t>(dst, stored);
-  if (dst_slot < -1 || dst_slot >= params.dst_slots) {
-    record_error(params.errors, BadValue::kDstIndex, position, dst_slot, params.dst_slots);
-    return;
-  }
-  stored = read_slot(src, entry);
-  record_error(params.errors, BadValue::kSrcIndex, position, to_slot<int64_t>(src, stored), params.src_slots);
+  const auto dst_slot = to_slot<int64_t>(dst, read_slot(dst, entry));
+  const auto src_slot = to_slot<int64_t>(src, read_slot(src, entry));
+  const bool is_dst = dst_slot < -1 || dst_slot >= params.dst_slots;
+  record_error(params.errors, is_dst ? BadValue::kDstIndex : BadValue::kSrcIndex, params.first_entry + entry,
+               is_dst ? dst_slot : src_slot, is_dst ? params.dst_slots : params.src_slots);
 }
 
 // Where a unit lies, apart from its slots.
