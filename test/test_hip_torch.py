@@ -64,52 +64,30 @@ def test_compile_on_an_out_of_tree_device(backend: str) -> None:
     )
 
 
-def test_the_cuda_device_of_a_torch_for_rocm() -> None:
-    """AMD GPUs are `cuda` there, and the op's key is CUDA."""
+@pytest.mark.parametrize(("key", "name"), [("CUDA", "cuda"), ("HIP", "hip")])
+def test_devices_that_torch_has_a_name_for(key: str, name: str) -> None:
+    """`cuda` on a torch for ROCm; `hip`, which nobody ships a backend for, and is found untold."""
     passes(
-        """
+        f"""
         backend = torch_hicache.backends()[2]
-        assert (backend.name, backend.key, backend.loaded) == ("hip", "CUDA", True), backend
-        assert source.device == torch.device("cuda", 0)
+        assert (backend.name, backend.key, backend.loaded) == ("hip", "{key}", True), backend
+        assert torch.accelerator.current_accelerator().type == "{name}"
+        assert source.device == torch.device("{name}", 0)
         load(pool, source, at, places)
         assert is_loaded()
+        load(pool, source, at.cpu(), places.cpu())
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        arguments = ([pool], [source], at, places), {"slot_dim": 1}
+        arguments = ([pool], [source], at, places), {{"slot_dim": 1}}
         torch.library.opcheck(torch.ops.hicache.transfer_kv.default, *arguments, test_utils=checks)
         load(pool, source, at + 30, places)
         try:
             torch_hicache.check_errors(device)
         except IndexError as error:
-            assert "on cuda:0: dst_indices[0] is 33, out of range for 32 slots" in str(error), error
+            assert "on {name}:0: dst_indices[0] is 33, out of range for 32 slots" in str(error), error
         else:
             raise AssertionError("nothing was raised")
         """,
-        "CUDA",
-    )
-
-
-def test_the_device_type_that_torch_calls_hip() -> None:
-    """Nobody ships a backend for it; the op's key is HIP there, found without being told."""
-    passes(
-        """
-        backend = torch_hicache.backends()[2]
-        assert (backend.name, backend.key, backend.loaded) == ("hip", "HIP", True), backend
-        assert torch.accelerator.current_accelerator().type == "hip"
-        assert source.device == torch.device("hip", 0)
-        load(pool, source, at, places)
-        assert is_loaded()
-        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        arguments = ([pool], [source], at, places), {"slot_dim": 1}
-        torch.library.opcheck(torch.ops.hicache.transfer_kv.default, *arguments, test_utils=checks)
-        load(pool, source, at + 30, places)
-        try:
-            torch_hicache.check_errors(device)
-        except IndexError as error:
-            assert "on hip:0: dst_indices[0] is 33, out of range for 32 slots" in str(error), error
-        else:
-            raise AssertionError("nothing was raised")
-        """,
-        "HIP",
+        key,
     )
 
 

@@ -12,8 +12,8 @@
 // find where a unit lies takes most of the instructions, so wide chunks have stripes (stripes_of).
 //
 // The including file supplies, from its vendor's runtime.h: Vector<kBytes>, load_vector, store_vector,
-// as_global, thread_index, block_index, grid_blocks, HICACHE_GLOBAL, HICACHE_RARE, let_next_launch_start,
-// wait_for_previous_launch.
+// as_global, has_least_of_lockstep, thread_index, block_index, grid_blocks, HICACHE_GLOBAL, HICACHE_RARE,
+// let_next_launch_start, wait_for_previous_launch.
 #pragma once
 
 #include <cstdint>
